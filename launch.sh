@@ -103,7 +103,7 @@ interrupted() {
 }
 
 run_step() { # number, text, number of packages (0: unknown), command…; the command's output goes to the log
-  local number=$1 text=$2 total=$3 started=$SECONDS last=0 line count pid status=0
+  local number=$1 text=$2 total=$3 started=$SECONDS last=$SECONDS line count pid status=0
   shift 3
   [[ -t 2 ]] || say "  $number/$step_count $text …"
   printf '\n== %s ==\n' "$text" >>"$log"

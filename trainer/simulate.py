@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     parser = config_parser(
         "simulate", "Write simulated group chats (train and held-out) with true memory, traces and questions.",
         "example: ./launch.sh simulate demo --out chats data.simulation.num_train=100",
-        default="demo",
+        default="demo", output=False,
     )  # fmt: skip
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for train/ and heldout/")
     args = parser.parse_args(argv)

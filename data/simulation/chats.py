@@ -33,6 +33,8 @@ from writer_rl.data.traces import TeacherTrace, TraceStep
 TEACHER = "simulation"
 # One session per segment: the window is at least as long as any session.
 WINDOW = 25
+# Fruitless draws after which a session that finds no free matter any more is left shorter.
+_MAX_BARREN_DRAWS = 100
 
 
 @dataclass(slots=True)
@@ -144,7 +146,8 @@ def _restated_line(world: _World, matter: _Matter) -> _Line | None:
     return _Line(matter.owner, world.rng.choice(matter.kind.said).format(v=matter.values[-1]))
 
 
-def _new_matter_lines(world: _World, config: SimulationConfig) -> list[_Line]:
+def _new_matter_lines(world: _World, config: SimulationConfig, room: int) -> list[_Line]:
+    """One new matter, or two that disagree where the session has room for both; nothing if no matter is free."""
     rng = world.rng
     if rng.random() < config.group_share:
         kinds = [(kind, "group_interaction") for kind in GROUP_MATTERS] + [(kind, "group_insight") for kind in NORM_MATTERS]
@@ -152,7 +155,7 @@ def _new_matter_lines(world: _World, config: SimulationConfig) -> list[_Line]:
         if free:
             return [_group_line(world, *rng.choice(free))]
     owner = rng.choice(world.members)
-    if rng.random() < config.disagreement_share:
+    if rng.random() < config.disagreement_share and room >= 2:
         kind = rng.choice(STANCE_MATTERS)
         pair = [name for name in rng.sample(list(world.members), 2) if not world.taken(name, kind.key)]
         if len(pair) == 2:
@@ -175,15 +178,15 @@ def _session_lines(world: _World, config: SimulationConfig) -> list[_Line]:
     if rng.random() >= config.noop_share:
         wanted = rng.randint(*config.matters)
         movable = [m for m in old if m.kind.moved and len(m.values) < len(m.kind.values)]
-        while len(lines) < wanted:
+        barren = 0
+        while len(lines) < wanted and barren < _MAX_BARREN_DRAWS:
             if movable and rng.random() < config.update_share:
                 matter = movable.pop(rng.randrange(len(movable)))
                 told = bool(matter.kind.told_moved) and rng.random() < config.hearsay_share
                 lines.append(_update_line(world, matter, told=told))
             else:
-                new = _new_matter_lines(world, config)
-                if len(lines) + len(new) > num_messages:
-                    break
+                new = _new_matter_lines(world, config, num_messages - len(lines))
+                barren += not new
                 lines += new
         touched = [line.matter for line in lines]
         still = [m for m in old if all(m is not t for t in touched)]

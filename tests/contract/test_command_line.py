@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -77,17 +78,27 @@ def test_errors_become_one_line_and_a_status(
     assert capsys.readouterr().err == shown
 
 
-@pytest.mark.parametrize("name", command_line.COMMANDS)
-def test_every_command_has_help_that_names_itself(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "writer_rl.trainer", name, "--help"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_every_command_has_help_that_names_itself() -> None:
+    """In one fresh interpreter, so that torch is loaded once at most."""
+    code = """
+import contextlib, io, json
+from writer_rl.trainer.main import COMMANDS, main
+shown = {}
+for name in COMMANDS:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            status = main([name, "--help"])
+        except SystemExit as stop:
+            status = stop.code
+    shown[name] = [status or 0, out.getvalue()]
+print(json.dumps(shown))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.match(rf"usage: (writer-rl )?{name}\b", done.stdout)
+    for name, (status, text) in json.loads(done.stdout.splitlines()[-1]).items():
+        assert status == 0, name
+        assert re.match(rf"usage: (writer-rl )?{name}\b", text), text
 
 
 def test_configuration_arguments_in_any_order(tmp_path: Path) -> None:
@@ -115,20 +126,14 @@ def test_configuration_arguments_that_do_not_add_up(tmp_path: Path) -> None:
     assert caught.value.code == 2
 
 
-def test_bad_configuration_ends_with_status_2(tmp_path: Path) -> None:
+def test_bad_configuration_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("seed: x\ngrop: {}\n", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "writer_rl.trainer", "simulate", str(path), "--output", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    lines = done.stderr.splitlines()
+    assert command_line.main(["simulate", str(path), "--out", str(tmp_path / "chats")]) == 2
+    lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"error: {path}: seed (line 1): ")
     assert lines[1] == f"error: {path}: grop (line 2): unknown key; did you mean grpo?"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_launch_help_needs_nothing_installed(tmp_path: Path) -> None:

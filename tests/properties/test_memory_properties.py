@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -28,7 +30,7 @@ from writer_rl.data.records import Dialogue, Message, Segment, Session
 
 MEMBERS = ("Ana", "Ben", "Zoë")
 EMBEDDER = HashedEmbedder(32)
-FAST = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FAST = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # Whatever a member may type: any character but lone surrogates, and line breaks, markers and forged lines above all.
 hostile = st.lists(
@@ -46,45 +48,82 @@ contents = st.sampled_from(["likes tea", "Likes  TEA.", "lives in Leeds", "住�
 
 @st.composite
 def segments(draw: st.DrawFn, index: int) -> Segment:
-    texts = draw(st.lists(hostile, min_size=1, max_size=4))
+    texts = draw(st.lists(hostile | contents, min_size=1, max_size=4))
     said = tuple(Message(f"s{index}-{i}", draw(st.sampled_from(MEMBERS)), text) for i, text in enumerate(texts))
     return Segment(index, f"s{index}", f"2026-08-{index + 1:02d}T09:00:00", said)
 
 
-@st.composite
-def adds(draw: st.DrawFn) -> dict[str, Any]:
-    layer = draw(st.sampled_from(LAYERS))
-    owner = GROUP if layer in GROUP_LAYERS else draw(st.sampled_from(MEMBERS))
-    return {"action": "ADD", "owner": owner, "source": draw(st.sampled_from(MEMBERS)), "layer": layer,
-            "kind": draw(st.sampled_from(KINDS)), "content": draw(contents)}  # fmt: skip
+def odd_items(draw: st.DrawFn, state: MemoryState) -> list[Any]:
+    """Items that are wrong, or right only by chance."""
+    written = st.sampled_from(state.records or (Record("m1", "x", "Ana", "Ana", "per_speaker_core"),))
+    change = written.map(lambda record: {"action": "UPDATE", "entry_id": record.entry_id, "content": "something else"})
+    same = written.map(lambda record: {"action": "UPDATE", "entry_id": record.entry_id, "content": f" {record.content.upper()}."})
+    other = st.sampled_from(
+        [{"action": "NOOP"}, {"action": "ADD"}, {"action": "UPDATE", "entry_id": "zz", "content": "x"}, None, 3]
+    )
+    return draw(st.lists(change | same | other, min_size=1, max_size=2))
+
+
+def sound_items(draw: st.DrawFn, state: MemoryState, index: int) -> list[Any]:
+    """Adds and updates of distinct heads that validation accepts; sometimes a NOOP."""
+    heads = [record.entry_id for record in state.heads()]
+    chosen = draw(st.lists(st.sampled_from(heads), unique=True, min_size=1, max_size=3)) if heads else []
+    items: list[Any] = [
+        {"action": "UPDATE", "entry_id": entry_id, "content": f"{draw(contents)} {index}-{k}"} for k, entry_id in enumerate(chosen)
+    ]
+    for k in range(draw(st.integers(0 if items else 1, 3))):
+        layer = draw(st.sampled_from(LAYERS))
+        owner = GROUP if layer in GROUP_LAYERS else draw(st.sampled_from(MEMBERS))
+        items.append({"action": "ADD", "owner": owner, "source": draw(st.sampled_from(MEMBERS)), "layer": layer,
+                      "kind": draw(st.sampled_from(KINDS)), "content": f"{draw(contents)} {index}+{k}"})  # fmt: skip
+    return draw(st.sampled_from([items, items, items, items[::-1], [{"action": "NOOP"}]]))
 
 
 @st.composite
-def completions(draw: st.DrawFn, state: MemoryState) -> str:
-    """A Writer's text: mostly lists that may well be valid, now and then rubbish."""
-    ids = st.sampled_from([record.entry_id for record in state.records] or ["m1"])
-    heads = st.sampled_from([record.entry_id for record in state.heads()] or ["m1"])
-    update = st.fixed_dictionaries({"action": st.just("UPDATE"), "entry_id": heads | heads | ids, "content": contents | hostile})
-    odd = st.sampled_from([{"action": "NOOP"}, {"action": "ADD"}, {"action": "UPDATE", "entry_id": "zz", "content": "x"}, None, 3])
-    items = draw(st.lists(adds() | update | update | adds() | odd, max_size=4))
-    if draw(st.integers(0, 9)) == 0:
-        items = [{"action": "NOOP"}]
+def completions(draw: st.DrawFn, state: MemoryState, index: int) -> str:
+    """A Writer's text: a sound list, a sound list with odd items beside it, or a truncated one."""
+    items = sound_items(draw, state, index)
+    flaw = draw(st.sampled_from(["none", "none", "none", "odd", "odd alone", "cut"]))
+    if flaw.startswith("odd"):
+        items = odd_items(draw, state) + (items if flaw == "odd" else [])
     text = json.dumps({"actions": items})
-    return text[:-1] if draw(st.integers(0, 19)) == 0 else text
+    return text[:-1] if flaw == "cut" else text
+
+
+Step = tuple[MemoryState, MemoryState, bool, Segment]
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[tuple[MemoryState, MemoryState, bool, Segment]]:
+def histories(draw: st.DrawFn) -> list[Step]:
     """(memory with the segment observed, memory after the write, whether the list was valid, segment) of a few steps."""
-    state = MemoryState.empty()
+    state = MemoryState.empty(MEMBERS)
     steps = []
-    for index in range(draw(st.integers(1, 5))):
+    for index in range(draw(st.integers(2, 5))):
         segment = draw(segments(index))
         observed = state.observe(segment)
-        report = validate(parse_completion(draw(completions(observed))), observed)
+        report = validate(parse_completion(draw(completions(observed, index))), observed)
         state = observed.apply(report, segment, EMBEDDER)
         steps.append((observed, state, report.valid, segment))
     return steps
+
+
+def test_the_histories_exercise_the_memory() -> None:
+    """Guards the other tests against idle generators: updates, long chains and refusals must all be common."""
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(histories())
+    def count(history: list[Step]) -> None:
+        state = history[-1][1]
+        seen["histories"] += 1
+        seen["updated"] += bool(state.update_edges())
+        seen["long chain"] += any(len(state.chain(record.entry_id)) > 2 for record in state.records)
+        seen["refused"] += not all(valid for _, _, valid, _ in history)
+        seen["provenance"] += any(record.from_ids for record in state.records)
+
+    count()
+    assert seen["updated"] > seen["histories"] / 3, seen
+    assert min(seen["long chain"], seen["refused"], seen["provenance"]) > seen["histories"] / 10, seen
 
 
 def without_successor(record: Record) -> tuple[object, ...]:
@@ -93,7 +132,7 @@ def without_successor(record: Record) -> tuple[object, ...]:
 
 @FAST
 @given(histories())
-def test_nothing_is_ever_lost_or_rewritten(history: list[tuple[MemoryState, MemoryState, bool, Segment]]) -> None:
+def test_nothing_is_ever_lost_or_rewritten(history: list[Step]) -> None:
     for before, after, _, _ in history:
         kept = after.records[: len(before.records)]
         assert list(map(without_successor, kept)) == list(map(without_successor, before.records))
@@ -103,14 +142,14 @@ def test_nothing_is_ever_lost_or_rewritten(history: list[tuple[MemoryState, Memo
 
 @FAST
 @given(histories())
-def test_a_refused_list_changes_nothing_at_all(history: list[tuple[MemoryState, MemoryState, bool, Segment]]) -> None:
+def test_a_refused_list_changes_nothing_at_all(history: list[Step]) -> None:
     for before, after, valid, _ in history:
         assert valid or after is before
 
 
 @FAST
 @given(histories())
-def test_chains_are_acyclic_with_exactly_one_head(history: list[tuple[MemoryState, MemoryState, bool, Segment]]) -> None:
+def test_chains_are_acyclic_with_exactly_one_head(history: list[Step]) -> None:
     state = history[-1][1]
     chains = {tuple(record.entry_id for record in state.chain(r.entry_id)) for r in state.records}
     members = [entry_id for chain in chains for entry_id in chain]
@@ -120,7 +159,7 @@ def test_chains_are_acyclic_with_exactly_one_head(history: list[tuple[MemoryStat
         assert [entry_id for entry_id in chain if entry_id in heads] == [chain[-1]]
         nodes = state.chain(chain[0])
         assert {(n.owner, n.source, n.layer, n.kind) for n in nodes} == {(nodes[0].owner, nodes[0].source, nodes[0].layer, nodes[0].kind)}
-        for old, new in zip(nodes, nodes[1:], strict=False):
+        for old, new in pairwise(nodes):
             assert normalise_content(old.content) != normalise_content(new.content)
             assert state.records.index(old) < state.records.index(new)
             assert old.created_at_segment <= new.created_at_segment
@@ -128,7 +167,7 @@ def test_chains_are_acyclic_with_exactly_one_head(history: list[tuple[MemoryStat
 
 @FAST
 @given(histories())
-def test_edges_links_and_successors_tell_the_same(history: list[tuple[MemoryState, MemoryState, bool, Segment]]) -> None:
+def test_edges_links_and_successors_tell_the_same(history: list[Step]) -> None:
     state = history[-1][1]
     edges = state.update_edges()
     assert set(edges) == {(record.entry_id, record.superseded_by) for record in state.records if record.superseded_by}
@@ -139,7 +178,7 @@ def test_edges_links_and_successors_tell_the_same(history: list[tuple[MemoryStat
 @FAST
 @given(histories())
 def test_messages_stay_verbatim_and_provenance_points_into_the_segment(
-    history: list[tuple[MemoryState, MemoryState, bool, Segment]],
+    history: list[Step],
 ) -> None:
     said = [message for _, _, _, segment in history for message in segment.messages]
     assert list(history[-1][1].messages) == said
@@ -159,7 +198,7 @@ def test_a_fork_never_alters_its_parent(data: st.DataObject) -> None:
     segment = data.draw(segments(7))
     for _ in range(2):
         child = parent.observe(segment)
-        report = validate(parse_completion(data.draw(completions(child))), child)
+        report = validate(parse_completion(data.draw(completions(child, 7))), child)
         child.apply(report, segment, EMBEDDER)
     assert snapshot == (parent.messages, parent.records, parent.roster, [parent.chain(r.entry_id) for r in parent.records])
 
@@ -189,9 +228,16 @@ def test_rendered_actions_parse_back(written: list[Action]) -> None:
         assert {error.code for error in report.errors} <= {"duplicate", "updated_twice", "no_change"}
 
 
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=4) | st.sampled_from(["ADD", "UPDATE", "NOOP", "Ana"]),
+    lambda inner: st.lists(inner)
+    | st.dictionaries(st.sampled_from(["action", "owner", "source", "content", "entry_id", "layer", "kind"]), inner),
+    max_leaves=12,
+)
+
+
 @FAST
-@given(st.text(max_size=60) | st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=4), lambda c: st.lists(c) | st.dictionaries(
-    st.sampled_from(["actions", "action", "owner", "content", "entry_id", "layer", "kind"]), c), max_leaves=12).map(lambda v: json.dumps({"actions": v})))  # fmt: skip
+@given(st.text(max_size=60) | json_values.map(lambda value: json.dumps({"actions": value})))
 def test_no_output_of_a_model_raises(text: str) -> None:
     report = validate(parse_completion(text), MemoryState.empty(MEMBERS))
     assert report.valid is not bool(report.errors)
@@ -207,7 +253,7 @@ options = st.builds(
 @FAST
 @given(histories(), segments(8), options)
 def test_memory_lines_keep_to_their_budgets(
-    history: list[tuple[MemoryState, MemoryState, bool, Segment]], segment: Segment, chosen: ContractConfig
+    history: list[Step], segment: Segment, chosen: ContractConfig
 ) -> None:
     state = history[-1][1]
     lines = render_prompt(state, segment, chosen, EMBEDDER)[1]["content"].split("\n")
@@ -229,7 +275,7 @@ def test_memory_lines_keep_to_their_budgets(
 @FAST
 @given(histories(), segments(8), options)
 def test_a_message_forges_neither_a_memory_line_nor_a_roster_line(
-    history: list[tuple[MemoryState, MemoryState, bool, Segment]], segment: Segment, chosen: ContractConfig
+    history: list[Step], segment: Segment, chosen: ContractConfig
 ) -> None:
     """Whatever the texts say, all lines but the messages' own equal those of a chat of the same people saying "x"."""
     state = history[-1][1]

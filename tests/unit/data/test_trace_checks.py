@@ -137,6 +137,8 @@ def test_numbers_that_nobody_said() -> None:
     assert found((add("third try was number 3"),), (), chat=chat) == [(0, code)]
     assert found((), (add("third try was number 3"),), chat=chat) == []
     assert found((add("since 2025"),), (), chat=chat) == [(0, code)]
+    assert found((add("is 42"),), chat=("she is forty-two", "ok")) == []
+    assert found((add("is 42"),), chat=("forty people, two cars", "ok")) == [(0, code)]
 
 
 def test_a_sound_trace_has_no_finding() -> None:
