@@ -38,6 +38,14 @@ class ModelConfig(StrictModel):
     lora: LoraSettings = LoraSettings()
 
 
+class TeacherFaults(StrictModel):
+    """How often the simulated teacher errs. Its traces are what SFT imitates; rewards and evaluation use the true memory."""
+
+    misfiled_hearsay: float = Field(0.0, ge=0.0, le=1.0, description="a matter told about someone is filed under the teller")
+    written_noise: float = Field(0.0, ge=0.0, le=1.0, description="a line of side talk is written down")
+    missed_update: float = Field(0.0, ge=0.0, le=1.0, description="a matter that has moved on is added again")
+
+
 class SimulationConfig(StrictModel):
     """Simulated chats whose true memory is known. Counts and shares; ranges are inclusive (low, high)."""
 
@@ -53,6 +61,7 @@ class SimulationConfig(StrictModel):
     group_share: float = Field(0.25, ge=0.0, le=1.0, description="chance that a matter belongs to the group")
     disagreement_share: float = Field(0.1, ge=0.0, le=1.0, description="chance that a stance draws a contrary stance of another member")
     questions: int = Field(4, ge=0, description="questions per dialogue")
+    teacher_faults: TeacherFaults = TeacherFaults()
     seed: int = 0
 
     @model_validator(mode="after")

@@ -23,11 +23,17 @@ Split = Literal["train", "heldout"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A dialogue with its reference: the teacher's state after every segment."""
+    """A dialogue with its reference and with what SFT imitates.
+
+    Args:
+        steps: The reference, replayed: the state after each segment is what rewards compare with.
+        demonstrations: The teacher's trace, replayed: what SFT imitates. The two are one, unless the simulated teacher errs.
+    """
 
     dialogue: Dialogue
     trace: TeacherTrace
     steps: tuple[ReplayedStep, ...]
+    demonstrations: tuple[ReplayedStep, ...]
 
     @property
     def references(self) -> tuple[MemoryState, ...]:
@@ -58,23 +64,25 @@ def load_examples(config: RunConfig, split: Split, embedder: Embedder | None = N
     """
     data = config.data
     if data.source == "simulation":
-        pairs = [(chat.dialogue, chat.trace) for chat in simulate_split(data.simulation, split)]
+        chats = simulate_split(data.simulation, split)
+        found = [(chat.dialogue, chat.trace, chat.teacher_trace) for chat in chats]
     else:
-        pairs = _pairs_from_files(data, split)
+        found = [(dialogue, trace, trace) for dialogue, trace in _pairs_from_files(data, split)]
     if split == "train" and data.max_dialogues:
-        pairs = pairs[: data.max_dialogues]
-    if not pairs:
+        found = found[: data.max_dialogues]
+    if not found:
         raise InputError("data", f"the {split} split is empty", "raise data.simulation.num_train / num_heldout")
-    return [_example(dialogue, trace, data, embedder) for dialogue, trace in pairs]
+    return [_example(dialogue, trace, teacher, data, embedder) for dialogue, trace, teacher in found]
 
 
-def _example(dialogue: Dialogue, trace: TeacherTrace, data: DataConfig, embedder: Embedder | None) -> Example:
+def _example(
+    dialogue: Dialogue, trace: TeacherTrace, teacher: TeacherTrace, data: DataConfig, embedder: Embedder | None
+) -> Example:
     window = trace.window if data.source == "files" and trace.window else data.window
-    steps = tuple(replay(dialogue, trace, window, embedder=embedder))
-    if data.max_segments:
-        steps = steps[: data.max_segments]
-        trace = replace(trace, steps=trace.steps[: data.max_segments])
-    return Example(dialogue, replace(trace, window=window), steps)
+    limit = data.max_segments or len(trace.steps)
+    steps = tuple(replay(dialogue, trace, window, embedder=embedder))[:limit]
+    demonstrations = steps if teacher == trace else tuple(replay(dialogue, teacher, window, embedder=embedder))[:limit]
+    return Example(dialogue, replace(trace, window=window, steps=trace.steps[:limit]), steps, demonstrations)
 
 
 def _pairs_from_files(data: DataConfig, split: Split) -> list[tuple[Dialogue, TeacherTrace]]:
@@ -94,14 +102,14 @@ def _pairs_from_files(data: DataConfig, split: Split) -> list[tuple[Dialogue, Te
 
 
 def sft_rows(examples: Sequence[Example], config: RunConfig, encoder: PromptEncoder, embedder: Embedder | None) -> list[SftRow]:
-    """One row per segment: the prompt on the reference's memory, and the reference's actions.
+    """One row per segment: the prompt on the teacher's memory, and the teacher's actions.
 
     Raises:
         InputError: A row is longer than `sft.max_length`; it is never truncated.
     """
     rows = []
     for example in examples:
-        for step in example.steps:
+        for step in example.demonstrations:
             prompt = encoder.prompt_ids(render_prompt(step.before, step.segment, config.contract, embedder))
             target = encoder.completion_ids(render_actions([a for a in step.actions if a.action != "NOOP"]))
             if len(prompt) + len(target) > config.sft.max_length:

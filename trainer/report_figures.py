@@ -223,7 +223,8 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
     if panel.log:
         axes.set_yscale("log")
     elif panel.zero:
-        axes.set_ylim(0.0, 1.1 * max(axes.dataLim.y1, 1e-9))
+        top = axes.dataLim.y1
+        axes.set_ylim(0.0, 1.1 * top if top > 0 else 1.0)
     axes.set_ylabel(panel.unit)
     _whole_steps(axes)
     if several or panel.level_label:
@@ -235,6 +236,7 @@ def _whole_steps(axes: Axes) -> None:
     low, high = axes.get_xlim()
     if high - low < 1:
         axes.set_xlim(low - 0.5, high + 0.5)
+        axes.set_xticks([round((low + high) / 2)])
 
 
 def stacked_times(

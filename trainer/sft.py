@@ -153,10 +153,10 @@ class _Reporter(TrainerCallback):
 
 def greedy_validity(policy: PeftModel, rows: Sequence[SftRow], examples: Sequence[Example], config: RunConfig,
                     encoder: PromptEncoder, eos_ids: Sequence[int]) -> dict[str, float]:  # fmt: skip
-    """Share of greedy completions that are valid on the reference's memory, and that equal the reference word for word."""
+    """Share of greedy completions that are valid on the teacher's memory, and that equal the teacher's word for word."""
     if not rows:
         return {}
-    states = {(e.dialogue.dialogue_id, s.segment.index): s for e in examples for s in e.steps}
+    states = {(e.dialogue.dialogue_id, s.segment.index): s for e in examples for s in e.demonstrations}
     longest = max(len(row.completion_ids) for row in rows)
     spec = SamplingSpec(0.0, 1.0, min(config.sampler.max_new_tokens, 2 * longest))
     num_valid = num_exact = 0

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
-from writer_rl.configs.schema import SimulationConfig
-from writer_rl.data.actions import GROUP, Action
+from writer_rl.configs.schema import SimulationConfig, TeacherFaults
+from writer_rl.data.actions import GROUP, Action, action_key
 from writer_rl.data.contract import PROMPT_VERSION
 from writer_rl.data.records import Dialogue, Message, Question, Session
 from writer_rl.data.simulation.vocabulary import (
@@ -30,7 +30,8 @@ from writer_rl.data.simulation.vocabulary import (
 )
 from writer_rl.data.traces import TeacherTrace, TraceStep
 
-TEACHER = "simulation"
+TRUTH = "simulated truth"
+TEACHER = "simulated teacher"
 # One session per segment: the window is at least as long as any session.
 WINDOW = 25
 # Fruitless draws after which a session that finds no free matter any more is left shorter.
@@ -86,10 +87,52 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedChat:
-    """A dialogue with the reference trace that keeps its memory perfectly."""
+    """A dialogue with the trace that keeps its memory perfectly, and the trace of a teacher that errs as configured."""
 
     dialogue: Dialogue
     trace: TeacherTrace
+    teacher_trace: TeacherTrace
+
+
+class _Teacher:
+    """Labels the same messages as the truth does, with the faults that teachers are known for, in a memory of its own."""
+
+    def __init__(self, faults: TeacherFaults, seed: int) -> None:
+        self._faults, self._rng = faults, random.Random(f"teacher/{seed}")
+        self._num_records = 0
+        self._heads: dict[int, str] = {}
+
+    def write(self, lines: Sequence[_Line]) -> tuple[Action, ...]:
+        """Actions for the messages of one session."""
+        written: dict[tuple[str, ...], Action] = {}
+        for line in lines:
+            action = self._noise(line) if line.action is None else self._matter(line, line.action)
+            # A faulty list must still be a valid one: nothing is written twice.
+            if action is None or action_key(action) in written:
+                continue
+            written[action_key(action)] = action
+            self._num_records += 1
+            if line.matter is not None:
+                self._heads[id(line.matter)] = f"m{self._num_records}"
+        return tuple(written.values())
+
+    def _noise(self, line: _Line) -> Action | None:
+        if self._rng.random() >= self._faults.written_noise:
+            return None
+        content = f"{line.speaker} says {line.text}"
+        return Action("ADD", line.speaker, line.speaker, "per_speaker_core", "observation", content)
+
+    def _matter(self, line: _Line, action: Action) -> Action:
+        matter = line.matter
+        assert matter is not None
+        if action.action == "UPDATE":
+            if self._rng.random() >= self._faults.missed_update:
+                return replace(action, entry_id=self._heads[id(matter)])
+            return Action("ADD", matter.owner, matter.source, matter.layer, matter.kind.kind, action.content)
+        told = action.owner not in (GROUP, action.source)
+        if told and self._rng.random() < self._faults.misfiled_hearsay:
+            return replace(action, owner=action.source, layer="per_speaker_core")
+        return action
 
 
 def _others(world: _World, name: str) -> list[str]:
@@ -241,6 +284,7 @@ def simulate_chat(dialogue_id: str, seed: int, names: Sequence[str], config: Sim
     start = datetime(2026, rng.randint(1, 9), rng.randint(1, 28), rng.randint(8, 20))
     sessions: list[Session] = []
     steps: list[TraceStep] = []
+    teacher, teacher_steps = _Teacher(config.teacher_faults, seed), []
     for index in range(rng.randint(*config.sessions)):
         session_id = f"s{index + 1}"
         lines = _session_lines(world, config)
@@ -254,12 +298,17 @@ def simulate_chat(dialogue_id: str, seed: int, names: Sequence[str], config: Sim
         sessions.append(Session(session_id, start.isoformat(), tuple(messages)))
         actions = tuple(line.action for line in lines if line.action)
         steps.append(TraceStep(index, actions))
+        teacher_steps.append(TraceStep(index, teacher.write(lines)))
         start += timedelta(days=rng.randint(1, 6))
     dialogue = Dialogue(
         dialogue_id, tuple(world.members), tuple(sessions), _questions(world, dialogue_id, config.questions), "en",
         meta={"seed": seed},
     )  # fmt: skip
-    return SimulatedChat(dialogue, TeacherTrace(dialogue_id, TEACHER, PROMPT_VERSION, WINDOW, tuple(steps)))
+    return SimulatedChat(
+        dialogue,
+        TeacherTrace(dialogue_id, TRUTH, PROMPT_VERSION, WINDOW, tuple(steps)),
+        TeacherTrace(dialogue_id, TEACHER, PROMPT_VERSION, WINDOW, tuple(teacher_steps)),
+    )
 
 
 def simulate_split(config: SimulationConfig, split: str) -> Iterator[SimulatedChat]:
