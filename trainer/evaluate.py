@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -309,17 +310,17 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     """The result table and the paired differences on the terminal."""
     console = console or Console()
     shown = ("state_score", "owner_error", "source_error", "validity", "update_recall", "qa", "qa_gain")
-    table = Table(title="held-out dialogues, one budget (mean and 95 % interval)")
+    table = Table(title="held-out dialogues, one budget (mean and 95 % interval)", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("arm")
     for metric in shown:
         table.add_column(metric.replace("_", " "), justify="right")
     for arm, entry in summary["arms"].items():
         cells = [
-            f"{entry[m]['mean']:.3f}\n[{entry[m]['low']:.3f}, {entry[m]['high']:.3f}]" if m in entry else "–" for m in shown
+            f"{entry[m]['mean']:.3f}\n{entry[m]['low']:.2f}–{entry[m]['high']:.2f}" if m in entry else "–" for m in shown
         ]
         table.add_row(arm, *cells)
     console.print(table)
-    differences = Table(title="paired differences over dialogues")
+    differences = Table(title="paired differences over dialogues", box=box.SIMPLE_HEAD)
     for column in ("", "metric", "difference", "95 % interval", "dialogues"):
         differences.add_column(column)
     for row in summary["differences"]:
@@ -339,7 +340,8 @@ def main(argv: list[str]) -> int:
                            "example: ./launch.sh evaluate demo 'evaluation.arms=[s1_only,sft,rl]'")  # fmt: skip
     config = parse_config(parser.parse_args(argv))
     directory = run_dir(config)
-    dump_resolved(config, directory)
+    # Beside the results, not over the configuration that the run was trained with.
+    dump_resolved(config, directory / "evaluation")
     with stage("evaluate"):
         summary = run_evaluation(config, directory)
     print_summary(summary)

@@ -41,8 +41,9 @@ from writer_rl.trainer.progress import say, stage
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
-MAX_LOGIT_DIFFERENCE = 1e-4
-"""Largest |logit difference| between base + adapter and the float32 merge; both run in float32."""
+MAX_LOGIT_FRACTION = 2.0**-15
+"""Largest |logit difference| between base + adapter and the float32 merge, both run in float32, as a fraction of the largest
+|logit| (of 1 where that is smaller): 256 roundings of the format, spread over the layers."""
 MAX_CAST_FRACTION: dict[Dtype, float] = {"float32": 0.0, "bfloat16": 2.0**-4, "float16": 2.0**-7}
 """Largest |logit difference| of the cast model as a fraction of the largest |logit|: sixteen roundings of the format. It only
 guards against a format that the model cannot bear; that the weights are right is shown bit for bit."""
@@ -197,7 +198,7 @@ def export_run(
             "prompt_version": PROMPT_VERSION,
             "lora_alpha": adapter_config["lora_alpha"],
             "lora_r": adapter_config["r"],
-            "tolerance": MAX_LOGIT_DIFFERENCE,
+            "tolerance": MAX_LOGIT_FRACTION * max(1.0, proof.max_abs_logit),
             "cast_tolerance_frac": MAX_CAST_FRACTION[chosen_dtype],
             "proof": asdict(proof),
         }
@@ -212,7 +213,7 @@ def export_run(
 def prove(base_dir: Path, adapter_dir: Path, model_dir: Path, dtype: Dtype) -> Proof:
     """Compare base + adapter (PEFT, float32) with the merge on fixed prompts, everything loaded fresh from the folders.
 
-    The float32 merge must agree in logits to `MAX_LOGIT_DIFFERENCE` and in greedy tokens. For another `dtype` the weights
+    The float32 merge must agree in logits to `MAX_LOGIT_FRACTION` of the largest one and in greedy tokens. For another `dtype` the weights
     written must in addition be bit for bit the float32 merge, cast, and the logits of the folder run in that format must
     stay within `MAX_CAST_FRACTION` of the largest logit.
 
@@ -261,10 +262,11 @@ def prove(base_dir: Path, adapter_dir: Path, model_dir: Path, dtype: Dtype) -> P
         cast_logit_difference=_distance(trained.logits, exported.logits),
         cast_argmax_frac=_argmax_agreement(trained.logits, exported.logits),
     )
-    if not proof.max_logit_difference <= MAX_LOGIT_DIFFERENCE:
+    limit = MAX_LOGIT_FRACTION * max(1.0, largest)
+    if not proof.max_logit_difference <= limit:
         raise ExportMismatch(
             f"logits of the merged model differ by {proof.max_logit_difference:.3g} from base + adapter, more than "
-            f"{MAX_LOGIT_DIFFERENCE:g}; the adapter itself changes them by {effect:.3g}"
+            f"{limit:.3g}; the adapter itself changes them by {effect:.3g}"
         )
     if not proof.greedy_tokens_equal:
         raise ExportMismatch("greedy continuations of the merged model differ from those of base + adapter")
@@ -436,8 +438,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     proof = json.loads((out / "export.json").read_text(encoding="utf-8"))["proof"]
     print(
-        f"proven   logits within {proof['max_logit_difference']:.2g} of base + adapter in float32 (bound {MAX_LOGIT_DIFFERENCE:g}; "
-        f"the adapter's effect is {proof['adapter_effect']:.2g}), greedy tokens equal"
+        f"proven   logits within {proof['max_logit_difference']:.2g} of base + adapter in float32 "
+        f"(largest logit {proof['max_abs_logit']:.3g}), "
+        f"the adapter's effect is {proof['adapter_effect']:.2g}; greedy tokens are equal"
     )
     print(f"model    {out / 'model'} ({proof['dtype']})\nadapter  {out / 'adapter'}\ncard     {out / 'README.md'}")
     return 0

@@ -118,9 +118,13 @@ def test_ranks_are_rounded_up_to_the_engines(r: int, rank: int) -> None:
     assert engine_args(config, "cuda")["max_lora_rank"] == rank
 
 
-def test_vllm_accepts_the_arguments() -> None:
+def test_vllm_accepts_the_arguments(tiny_chat_dir: Path) -> None:
     """In a process of its own: importing vLLM changes threads and environment of the one it runs in."""
-    given = [engine_args(load_config(name), device) for name in CONFIGS for device in ("cpu", "cuda")]
+    given = [
+        engine_args(load_config(name), device) | {"model": str(tiny_chat_dir)}
+        for name in CONFIGS
+        for device in ("cpu", "cuda")
+    ]
     done = subprocess.run(
         [sys.executable, "-c", ENGINE_CHECK],
         input=json.dumps(given),

@@ -83,9 +83,12 @@ def sound_items(draw: st.DrawFn, state: MemoryState, index: int) -> list[Any]:
 def completions(draw: st.DrawFn, state: MemoryState, index: int) -> str:
     """A Writer's text: a sound list, a sound list with odd items beside it, or a truncated one."""
     items = sound_items(draw, state, index)
-    flaw = draw(st.sampled_from(["none", "none", "none", "odd", "odd alone", "cut"]))
+    flaw = draw(st.sampled_from(["none", "none", "none", "none", "odd", "odd alone", "stale", "cut"]))
     if flaw.startswith("odd"):
         items = odd_items(draw, state) + (items if flaw == "odd" else [])
+    superseded = [record.entry_id for record in state.records if record.superseded_by]
+    if flaw == "stale" and superseded:
+        items = [{"action": "UPDATE", "entry_id": draw(st.sampled_from(superseded)), "content": "something else"}]
     text = json.dumps({"actions": items})
     return text[:-1] if flaw == "cut" else text
 

@@ -207,6 +207,69 @@ def test_shares_of_zero_and_one(changes, holds) -> None:
     assert found or changes == {"noop_share": 1.0}
 
 
+# ---------------------------------------------------------------- the teacher that errs
+
+FAULTS = {"misfiled_hearsay": 0.6, "written_noise": 0.5, "missed_update": 0.6}
+
+
+def test_a_teacher_without_faults_writes_the_truth() -> None:
+    for chat in chats():
+        assert chat.teacher_trace.steps == chat.trace.steps
+        assert chat.teacher_trace.teacher != chat.trace.teacher
+
+
+def test_faults_touch_neither_chat_nor_truth() -> None:
+    for plain, faulty in zip(some(), some(teacher_faults=FAULTS), strict=True):
+        assert (faulty.dialogue, faulty.trace) == (plain.dialogue, plain.trace)
+        assert faulty.teacher_trace.steps != plain.teacher_trace.steps
+
+
+def test_a_faulty_trace_is_valid_and_errs_at_its_shares() -> None:
+    """Replayed under the fixed rules: every list is one that a Writer could have written, with its own live heads."""
+    made = some(num_train=200, teacher_faults=FAULTS)
+    told = misfiled = updates = missed = side = noise = 0
+    for chat in made:
+        list(replay(chat.dialogue, chat.teacher_trace, WINDOW, rules="fixed"))
+        for session, truth, taught in zip(
+            chat.dialogue.sessions, chat.trace.steps, chat.teacher_trace.steps, strict=True
+        ):
+            by_content = {a.content: a for a in taught.actions}
+            for action in truth.actions:
+                found = by_content[action.content]  # nothing that the truth holds is lost
+                if action.action == "UPDATE":
+                    updates += 1
+                    missed += found.action == "ADD"
+                elif action.owner not in (GROUP, action.source):
+                    told += 1
+                    wrong = (found.owner, found.layer) == (action.source, "per_speaker_core")
+                    assert wrong or found == action
+                    misfiled += wrong
+                else:
+                    assert found == action
+            extra = set(by_content) - {a.content for a in truth.actions}
+            said = {f"{m.speaker} says {m.text}" for m in session.messages}
+            assert extra <= said
+            noise += len(extra)
+            # A matter that is said again is no news either, so it counts with the side talk.
+            side += len(said) - len(truth.actions)
+    assert near(misfiled, told, FAULTS["misfiled_hearsay"])
+    assert near(missed, updates, FAULTS["missed_update"])
+    assert near(noise, side, FAULTS["written_noise"], slack=0.02)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_comes_alone(fault: str) -> None:
+    differing = set()
+    for chat in some(teacher_faults={fault: 1.0}):
+        for truth, taught in zip(chat.trace.steps, chat.teacher_trace.steps, strict=True):
+            right = {(a.action, a.owner, a.layer, a.content) for a in truth.actions}
+            differing |= {a.action for a in taught.actions if (a.action, a.owner, a.layer, a.content) not in right}
+            assert fault == "missed_update" or sum(a.action == "UPDATE" for a in taught.actions) == sum(
+                a.action == "UPDATE" for a in truth.actions
+            )
+    assert differing == {"ADD"}
+
+
 def test_a_long_chat_that_runs_out_of_matters_still_ends() -> None:
     long = some(num_train=1, members=(2, 2), sessions=(30, 30), matters=(3, 3), update_share=0.0)
     assert len(long[0].dialogue.sessions) == 30

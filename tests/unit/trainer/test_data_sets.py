@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from writer_rl.configs.errors import InputError
-from writer_rl.configs.schema import ContractConfig, DataConfig, RunConfig, SftConfig, SimulationConfig
+from writer_rl.configs.schema import ContractConfig, DataConfig, RunConfig, SftConfig, SimulationConfig, TeacherFaults
 from writer_rl.data.actions import parse_completion
 from writer_rl.data.dialogues import write_dialogues
 from writer_rl.data.embedding import HashedEmbedder
@@ -124,6 +124,24 @@ def test_supervised_and_sampled_prompts_are_the_same_ids(encoder):
     ):
         for position, step in enumerate(example.steps):
             assert environment.observe(step.before, position).prompt_ids == next(rows).prompt_ids
+
+
+def test_rows_imitate_the_teacher_and_references_stay_true(encoder):
+    """A teacher that errs is what SFT learns from; what rewards compare with is the truth."""
+    faulty = SIMULATION.model_copy(update={"teacher_faults": TeacherFaults(written_noise=1.0, missed_update=1.0)})
+    config = CONFIG.model_copy(update={"data": DataConfig(simulation=faulty)})
+    clean, taught = load_examples(CONFIG, "train"), load_examples(config, "train")
+    assert [e.references for e in taught] == [e.references for e in clean]
+    assert [e.demonstrations for e in clean] == [e.steps for e in clean]
+    rows = iter(sft_rows(taught, config, encoder, None))
+    for example in taught:
+        for step in example.demonstrations:
+            text = encoder.text(next(rows).completion_ids)
+            assert '"UPDATE"' not in text
+            assert [item["content"] for item in parse_completion(text).items] == [a.content for a in step.actions]
+    assert any(" says " in a.content for e in taught for s in e.demonstrations for a in s.actions)
+    cut = config.model_copy(update={"data": DataConfig(simulation=faulty, max_segments=1)})
+    assert {(len(e.steps), len(e.demonstrations)) for e in load_examples(cut, "train")} == {(1, 1)}
 
 
 def test_a_row_that_does_not_fit_raises(encoder):
