@@ -25,14 +25,21 @@ class LoraSettings(StrictModel):
     r: int = Field(16, ge=1, description="rank")
     alpha: int = Field(32, ge=1, description="scale numerator; the adapter is scaled by alpha / r")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout; 0 keeps the first ratio exactly 1")
-    target_modules: tuple[str, ...] | Literal["all-linear"] = Field("all-linear", description="module names that get an adapter")
+    target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
+        "all-linear", description="module names that get an adapter"
+    )
 
 
 class ModelConfig(StrictModel):
     """The base model and its number formats."""
 
-    path: str = Field("package:smollm2-135m", description="a local directory, or package:smollm2-135m for the packaged model")
-    train_dtype: Literal["float32", "bfloat16"] = Field("float32", description="number format of the frozen base weights in the learner; adapter weights are always float32")
+    path: str = Field(
+        "package:smollm2-135m", description="a local directory, or package:smollm2-135m for the packaged model"
+    )
+    train_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="number format of the frozen base weights in the learner; adapter weights are always float32",
+    )
     autocast: bool = Field(False, description="compute the learner's matrix products in bfloat16")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     lora: LoraSettings = LoraSettings()
@@ -41,7 +48,9 @@ class ModelConfig(StrictModel):
 class TeacherFaults(StrictModel):
     """How often the simulated teacher errs. Its traces are what SFT imitates; rewards and evaluation use the true memory."""
 
-    misfiled_hearsay: float = Field(0.0, ge=0.0, le=1.0, description="a matter told about someone is filed under the teller")
+    misfiled_hearsay: float = Field(
+        0.0, ge=0.0, le=1.0, description="a matter told about someone is filed under the teller"
+    )
     written_noise: float = Field(0.0, ge=0.0, le=1.0, description="a line of side talk is written down")
     missed_update: float = Field(0.0, ge=0.0, le=1.0, description="a matter that has moved on is added again")
 
@@ -55,11 +64,20 @@ class SimulationConfig(StrictModel):
     sessions: tuple[int, int] = Field((3, 3), description="sessions per dialogue")
     messages: tuple[int, int] = Field((4, 6), description="messages per session")
     matters: tuple[int, int] = Field((1, 3), description="memory-worthy messages per session")
-    update_share: float = Field(0.35, ge=0.0, le=1.0, description="chance that a memory-worthy message of a later session moves an existing matter on")
+    update_share: float = Field(
+        0.35,
+        ge=0.0,
+        le=1.0,
+        description="chance that a memory-worthy message of a later session moves an existing matter on",
+    )
     noop_share: float = Field(0.08, ge=0.0, le=1.0, description="chance that a session holds side talk alone")
-    hearsay_share: float = Field(0.3, ge=0.0, le=1.0, description="chance that a person matter is told by somebody else")
+    hearsay_share: float = Field(
+        0.3, ge=0.0, le=1.0, description="chance that a person matter is told by somebody else"
+    )
     group_share: float = Field(0.25, ge=0.0, le=1.0, description="chance that a matter belongs to the group")
-    disagreement_share: float = Field(0.1, ge=0.0, le=1.0, description="chance that a stance draws a contrary stance of another member")
+    disagreement_share: float = Field(
+        0.1, ge=0.0, le=1.0, description="chance that a stance draws a contrary stance of another member"
+    )
     questions: int = Field(4, ge=0, description="questions per dialogue")
     teacher_faults: TeacherFaults = TeacherFaults()
     seed: int = 0
@@ -86,7 +104,9 @@ class DataConfig(StrictModel):
     source: Literal["simulation", "files"] = "simulation"
     train_dialogues: str = Field("", description="canonical dialogue file or directory (source: files)")
     train_traces: str = Field("", description="canonical trace file or directory (source: files)")
-    heldout_dialogues: str = Field("", description="canonical dialogue file or directory for evaluation (source: files)")
+    heldout_dialogues: str = Field(
+        "", description="canonical dialogue file or directory for evaluation (source: files)"
+    )
     heldout_traces: str = Field("", description="reference traces of the held-out dialogues (source: files)")
     window: int = Field(25, ge=1, description="messages per segment at most")
     max_dialogues: int = Field(0, ge=0, description="use only the first n training dialogues; 0 uses all")
@@ -106,7 +126,10 @@ class ContractConfig(StrictModel):
 
     form: Literal["compact", "full"] = "compact"
     rules: RuleSet = "fixed"
-    order: Literal["append", "grouped"] = Field("append", description="append: old records first so that prefixes stay cached; grouped: by owner as in the paper")
+    order: Literal["append", "grouped"] = Field(
+        "append",
+        description="append: old records first so that prefixes stay cached; grouped: by owner as in the paper",
+    )
     records_per_owner: int = Field(40, ge=1, description="heads shown per owner, chosen by cosine with the segment")
     memory_chars: int = Field(60000, ge=240, description="characters of rendered memory over all owners")
     min_owner_chars: int = Field(240, ge=0, description="characters each owner may use at least")
@@ -118,7 +141,9 @@ class QaConfig(StrictModel):
     """The frozen reader of the QA gain; one budget for training and for every arm of the evaluation."""
 
     enabled: bool = True
-    reader: Literal["embedded"] = Field("embedded", description="offline deterministic reader; LLM readers plug into the same interfaces")
+    reader: Literal["embedded"] = Field(
+        "embedded", description="offline deterministic reader; LLM readers plug into the same interfaces"
+    )
     max_questions: int = Field(4, ge=0)
     recall_n: int = Field(40, ge=1)
     s1_top_k: int = Field(10, ge=0)
@@ -139,7 +164,9 @@ class RewardConfig(StrictModel):
     valid_weight_without_qa: float = 0.25
     memory_weight_without_qa: float = 0.75
     gamma: float = Field(0.95, gt=0.0, le=1.0)
-    memory_return: Literal["state", "potential"] = Field("state", description="state: R_mem(t); potential: R_mem(t) - gamma * R_mem(t-1)")
+    memory_return: Literal["state", "potential"] = Field(
+        "state", description="state: R_mem(t); potential: R_mem(t) - gamma * R_mem(t-1)"
+    )
     qa: QaConfig = QaConfig()
 
 
@@ -159,7 +186,9 @@ class SamplerConfig(StrictModel):
     cpu_cache_gib: int = Field(2, ge=1, description="key-value cache on CPU")
     enforce_eager: bool = False
     prefix_caching: bool = True
-    max_mismatch_nats: float = Field(0.2, gt=0.0, description="mean |log-prob difference| between sampler and learner above which the run stops")
+    max_mismatch_nats: float = Field(
+        0.2, gt=0.0, description="mean |log-prob difference| between sampler and learner above which the run stops"
+    )
 
 
 class SftConfig(StrictModel):
@@ -176,7 +205,9 @@ class SftConfig(StrictModel):
     max_length: int = Field(16384, ge=64, description="a longer row is an error, never truncated")
     gradient_checkpointing: bool = False
     max_dialogues: int = Field(0, ge=0, description="use only the first n training dialogues; 0 uses all")
-    heldout_dialogues: int = Field(4, ge=0, description="training-side dialogues set aside for validation loss and greedy validity")
+    heldout_dialogues: int = Field(
+        4, ge=0, description="training-side dialogues set aside for validation loss and greedy validity"
+    )
 
 
 class GrpoConfig(StrictModel):
@@ -200,9 +231,14 @@ class GrpoConfig(StrictModel):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     advantage_clip: float = Field(3.0, gt=0)
     min_group_std: float = Field(0.02, ge=0, description="groups with a smaller population std are dropped")
-    kl_guard: Literal["old", "reference", "off"] = Field("old", description="old: skip the step if KL(old || new) is above the bound; reference: the paper's guard on the SFT policy")
+    kl_guard: Literal["old", "reference", "off"] = Field(
+        "old",
+        description="old: skip the step if KL(old || new) is above the bound; reference: the paper's guard on the SFT policy",
+    )
     kl_guard_nats: float = Field(0.02, gt=0)
-    importance_cap: float = Field(0.0, ge=0, description="truncated importance weight of sampler against learner; 0 reports only")
+    importance_cap: float = Field(
+        0.0, ge=0, description="truncated importance weight of sampler against learner; 0 reports only"
+    )
     micro_batch_tokens: int = Field(8192, ge=64, description="padded tokens per forward pass")
     gradient_checkpointing: bool = False
     save_every: int = Field(5, ge=1, description="updates between checkpoints; the last is always saved")
@@ -214,14 +250,22 @@ class GrpoConfig(StrictModel):
     @model_validator(mode="after")
     def _group(self) -> GrpoConfig:
         if self.group_size < 2:
-            raise ValueError(f"group_size is {self.group_size}; a group-relative advantage needs at least 2 trajectories")
+            raise ValueError(
+                f"group_size is {self.group_size}; a group-relative advantage needs at least 2 trajectories"
+            )
         return self
 
 
 class EvaluationConfig(StrictModel):
     """Held-out evaluation; the retrieval budget is reward.qa, the same object the training reward uses."""
 
-    arms: tuple[Literal["s1_only", "base", "sft", "rl", "reference"], ...] = ("s1_only", "base", "sft", "rl", "reference")
+    arms: tuple[Literal["s1_only", "base", "sft", "rl", "reference"], ...] = (
+        "s1_only",
+        "base",
+        "sft",
+        "rl",
+        "reference",
+    )
     num_dialogues: int = Field(0, ge=0, description="0 evaluates all held-out dialogues")
     temperature: float = Field(0.0, ge=0.0, description="0 decodes greedily")
     bootstrap_draws: int = Field(10000, ge=100)
@@ -231,7 +275,9 @@ class EvaluationConfig(StrictModel):
 class LoggingConfig(StrictModel):
     """Where metrics go besides metrics.jsonl."""
 
-    wandb: Literal["auto", "offline", "online", "disabled"] = Field("auto", description="auto: online when logged in, else offline")
+    wandb: Literal["auto", "offline", "online", "disabled"] = Field(
+        "auto", description="auto: online when logged in, else offline"
+    )
     wandb_project: str = "writer-rl"
 
 
@@ -261,5 +307,7 @@ class RunConfig(StrictModel):
                 f"{self.sampler.max_model_len}; raise max_model_len or lower one of the two"
             )
         if self.model.path.startswith("package:") and self.model.path != "package:smollm2-135m":
-            raise ValueError(f"model.path {self.model.path!r} names no packaged model; use package:smollm2-135m or a directory")
+            raise ValueError(
+                f"model.path {self.model.path!r} names no packaged model; use package:smollm2-135m or a directory"
+            )
         return self

@@ -154,7 +154,11 @@ def shape_errors(item: object, index: int | None = None) -> tuple[ActionError, .
         return error("not_an_object", f"an action must be an object, not {type(item).__name__}")
     name = item.get("action")
     if name == "NOOP":
-        return () if set(item) == {"action"} else error("extra_key", f"NOOP takes no other key: {_extra(item, ['action'])}")
+        return (
+            ()
+            if set(item) == {"action"}
+            else error("extra_key", f"NOOP takes no other key: {_extra(item, ['action'])}")
+        )
     if name == "UPDATE":
         if set(item) != {"action", "entry_id", "content"}:
             return error("keys", f"UPDATE takes exactly action, entry_id, content, not {', '.join(map(str, item))}")
@@ -172,7 +176,9 @@ def shape_errors(item: object, index: int | None = None) -> tuple[ActionError, .
     if _kind_of(item) not in KINDS:
         return error("unknown_kind", f"kind is {_kind_of(item)!r}; it must be one of {', '.join(KINDS)}")
     if (item["owner"].strip() == GROUP) != (item["layer"] in GROUP_LAYERS):
-        return error("scope", f"owner {item['owner']!r} does not fit layer {item['layer']}: group layers belong to {GROUP}")
+        return error(
+            "scope", f"owner {item['owner']!r} does not fit layer {item['layer']}: group layers belong to {GROUP}"
+        )
     return ()
 
 
@@ -251,9 +257,7 @@ def validate(parsed: ParsedCompletion, memory: MemoryState, rules: Literal["pape
     return ActionReport(True, parsed.items, () if errors else tuple(actions), tuple(errors))
 
 
-def _resolve_names(
-    action: Action, memory: MemoryState, rules: str, index: int
-) -> tuple[Action, list[ActionError]]:
+def _resolve_names(action: Action, memory: MemoryState, rules: str, index: int) -> tuple[Action, list[ActionError]]:
     if rules == "paper":
         return action, []
     problems = []
@@ -263,15 +267,11 @@ def _resolve_names(
         problems.append(ActionError(index, "unknown_owner", f"owner {action.owner!r} is neither a member nor {GROUP}"))
     if source is None:
         problems.append(ActionError(index, "unknown_source", f"source {action.source!r} is not a member"))
-    resolved = Action(
-        "ADD", owner or action.owner, source or action.source, action.layer, action.kind, action.content
-    )
+    resolved = Action("ADD", owner or action.owner, source or action.source, action.layer, action.kind, action.content)
     return resolved, problems
 
 
-def _update_errors(
-    action: Action, memory: MemoryState, updated: dict[str, int], index: int
-) -> list[ActionError]:
+def _update_errors(action: Action, memory: MemoryState, updated: dict[str, int], index: int) -> list[ActionError]:
     record = memory.find(action.entry_id)
     if record is None:
         return [ActionError(index, "unknown_entry", f"entry {action.entry_id!r} is not in memory")]
@@ -284,7 +284,9 @@ def _update_errors(
         problems.append(ActionError(index, "no_change", f"the content of {action.entry_id!r} stays the same"))
     if action.entry_id in updated:
         problems.append(
-            ActionError(index, "updated_twice", f"entry {action.entry_id!r} is updated by actions[{updated[action.entry_id]}]")
+            ActionError(
+                index, "updated_twice", f"entry {action.entry_id!r} is updated by actions[{updated[action.entry_id]}]"
+            )
         )
     return problems
 

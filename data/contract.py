@@ -93,7 +93,9 @@ def one_line(text: str) -> str:
     """
     # Cf holds joiners that emoji need, so only the bidirectional overrides of that category are removed.
     kept = (
-        " " if unicodedata.category(char) in ("Cc", "Zl", "Zp", "Cs") or char in "\u202a\u202b\u202c\u202d\u202e" else char
+        " "
+        if unicodedata.category(char) in ("Cc", "Zl", "Zp", "Cs") or char in "\u202a\u202b\u202c\u202d\u202e"
+        else char
         for char in text
     )
     return " ".join("".join(kept).split())
@@ -201,7 +203,9 @@ def render_prompt(
 
 def _prompt_version() -> str:
     """Hash of both prompt forms rendered on a fixed example: any change of wording or layout changes it."""
-    segment = Segment(1, "s2", "2026-08-11T10:00:00", (Message("x1", "Ana", "We meet at nine.", "2026-08-11T10:00:00"),))
+    segment = Segment(
+        1, "s2", "2026-08-11T10:00:00", (Message("x1", "Ana", "We meet at nine.", "2026-08-11T10:00:00"),)
+    )
     records = (
         Record("m1", "Ana plays chess", "Ana", "Ana", "per_speaker_core", sent_at="2026-08-10T09:00:00"),
         Record("m2", "Ben is late", "Ben", "Ana", "per_speaker_profile", sent_at="2026-08-10T09:00:00"),

@@ -44,7 +44,9 @@ def check_schema(top: Reader, expected: str) -> None:
     schema = top.value.get("schema")
     if schema != expected:
         raise InputError(
-            f"{top.file}: schema", f"is {schema!r}", f"use a file of schema {expected!r} (`import` makes one from other formats)"
+            f"{top.file}: schema",
+            f"is {schema!r}",
+            f"use a file of schema {expected!r} (`import` makes one from other formats)",
         )
 
 
@@ -70,7 +72,9 @@ def _dialogue(reader: Reader) -> Dialogue:
     questions = tuple(_question(child, message_ids) for child in reader.children("questions", []))
     repeated = {q.question_id for q in questions if sum(p.question_id == q.question_id for p in questions) > 1}
     if repeated:
-        raise reader.fail("questions", f"question_id {sorted(repeated)[0]!r} stands twice", "give every question its own id")
+        raise reader.fail(
+            "questions", f"question_id {sorted(repeated)[0]!r} stands twice", "give every question its own id"
+        )
     return Dialogue(
         dialogue_id, members, sessions, questions, reader.text("language", ""), aliases, reader.mapping("meta", {})
     )
@@ -103,7 +107,9 @@ def _question(reader: Reader, message_ids: set[str]) -> Question:
     evidence = reader.texts("evidence_ids", [])
     for index, message_id in enumerate(evidence):
         if message_id not in message_ids:
-            raise reader.fail(f"evidence_ids[{index}]", f"{message_id!r} is no message", "name a message of the dialogue")
+            raise reader.fail(
+                f"evidence_ids[{index}]", f"{message_id!r} is no message", "name a message of the dialogue"
+            )
     mode = reader.text("mode", "head")
     if mode not in ("head", "full"):
         raise reader.fail("mode", f"is {mode!r}", "use head or full")

@@ -40,7 +40,9 @@ def read_json(path: Path) -> Any:
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: byte {error.start}", "is not UTF-8", "save the file as UTF-8") from None
     except OSError as error:
-        raise InputError(str(path), f"cannot be read ({error.strerror})", "check the path and its permissions") from None
+        raise InputError(
+            str(path), f"cannot be read ({error.strerror})", "check the path and its permissions"
+        ) from None
     if not text.strip():
         raise InputError(str(path), "is empty", "give a file with content")
     try:
@@ -62,7 +64,9 @@ def write_text_atomic(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise InputError(str(path), f"cannot be written ({error.strerror})", "choose a writable output folder") from None
+        raise InputError(
+            str(path), f"cannot be written ({error.strerror})", "choose a writable output folder"
+        ) from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)

@@ -142,7 +142,8 @@ def detect_language(texts: Iterable[str]) -> str:
             return code
     found = Counter(words(text))
     scores = sorted(
-        ((sum(found[word] for word in known), code) for code, known in FUNCTION_WORDS.items()), key=lambda pair: -pair[0]
+        ((sum(found[word] for word in known), code) for code, known in FUNCTION_WORDS.items()),
+        key=lambda pair: -pair[0],
     )
     (best, code), (second, _) = scores[0], scores[1]
     return code if best >= MIN_FUNCTION_WORDS and best >= MIN_LEAD * second else ""
@@ -195,7 +196,11 @@ def _same_word(word: str, old: Sequence[str]) -> str | None:
         return word
     if word in _DECISIVE or any(char.isdigit() for char in word) or len(word) < 5:
         return None
-    near = (o for o in old if o[:4] == word[:4] and SequenceMatcher(None, word, o).ratio() >= 0.8 and not re.search(r"\d", o))
+    near = (
+        o
+        for o in old
+        if o[:4] == word[:4] and SequenceMatcher(None, word, o).ratio() >= 0.8 and not re.search(r"\d", o)
+    )
     return next(near, None)
 
 
@@ -240,7 +245,9 @@ def misfiled_reports(steps: Sequence[ReplayedStep]) -> list[Finding]:
             detail = f"{record.owner} speaks of themselves on the layer of what others observe: {record.content}"
             found.append(_finding(step, "self_report_as_profile", detail, record.entry_id))
         if record.layer == "per_speaker_core" and record.owner != record.source:
-            detail = f"{record.source} speaks of {record.owner} on the layer of {record.owner}'s own words: {record.content}"
+            detail = (
+                f"{record.source} speaks of {record.owner} on the layer of {record.owner}'s own words: {record.content}"
+            )
             found.append(_finding(step, "hearsay_as_core", detail, record.entry_id))
     return found
 

@@ -94,7 +94,9 @@ def replay(
         report = validate(ParsedCompletion(True, tuple(action_payload(a) for a in actions)), state, rules)  # type: ignore[arg-type]
         if not report.valid:
             problems = "; ".join(str(error) for error in report.errors)
-            raise InputError(f"{name}: steps[{step.segment_index}]", f"is refused ({problems})", "mend or drop the step")
+            raise InputError(
+                f"{name}: steps[{step.segment_index}]", f"is refused ({problems})", "mend or drop the step"
+            )
         taken = next((entry_id for entry_id in step.entry_ids if state.find(entry_id) is not None), None)
         if taken is not None:
             raise InputError(
@@ -128,7 +130,9 @@ def read_traces(path: str | Path, *, allow_stale_prompt: bool = False) -> list[T
                     "make the traces again, or accept them with --allow-stale-prompt (data.allow_stale_prompt=true)",
                 )  # fmt: skip
             if any(trace.dialogue_id == other.dialogue_id for other in found):
-                raise child.fail("dialogue_id", f"{trace.dialogue_id!r} has a trace already", "keep one trace a dialogue")
+                raise child.fail(
+                    "dialogue_id", f"{trace.dialogue_id!r} has a trace already", "keep one trace a dialogue"
+                )
             found.append(trace)
     if not found:
         raise InputError(str(path), "holds no trace", "give at least one")
@@ -140,15 +144,21 @@ def _trace(reader: Reader) -> TeacherTrace:
     given: set[str] = set()
     for position, child in enumerate(reader.children("steps")):
         if child.number("segment_index") != position:
-            raise child.fail("segment_index", f"is {child.value['segment_index']} at place {position}", "list steps in order")
+            raise child.fail(
+                "segment_index", f"is {child.value['segment_index']} at place {position}", "list steps in order"
+            )
         actions = tuple(_action(item) for item in child.children("actions"))
         ids = child.texts("entry_ids", [])
         writes = sum(action.action != "NOOP" for action in actions)
         if ids and len(ids) != writes:
-            raise child.fail("entry_ids", f"are {len(ids)} for {writes} writes", "give one id per ADD or UPDATE, or none")
+            raise child.fail(
+                "entry_ids", f"are {len(ids)} for {writes} writes", "give one id per ADD or UPDATE, or none"
+            )
         for place, entry_id in enumerate(ids):
             if not entry_id.strip() or entry_id in given:
-                raise child.fail(f"entry_ids[{place}]", f"is {entry_id!r}, blank or given before", "give every record its own id")
+                raise child.fail(
+                    f"entry_ids[{place}]", f"is {entry_id!r}, blank or given before", "give every record its own id"
+                )
             given.add(entry_id)
         steps.append(TraceStep(position, actions, ids))
     if not steps:

@@ -29,7 +29,9 @@ from writer_rl.trainer.progress import progress
 Row = dict[str, Any]
 
 
-def compare(name: str, ours: Callable[[], Any], other: Callable[[], Any], repeats: int, unit: str, amount: float) -> Row:
+def compare(
+    name: str, ours: Callable[[], Any], other: Callable[[], Any], repeats: int, unit: str, amount: float
+) -> Row:
     """Run both in turn after one warm-up each; the ratio is taken pair by pair.
 
     Args:
@@ -89,7 +91,9 @@ def bench_rewards(config: RunConfig, repeats: int) -> list[Row]:
             left, right = ours.tokens(a, "fixed"), ours.tokens(b, "fixed")
             common = len(set(left) & set(right))
             f1 = 2 * common / (len(set(left)) + len(set(right))) if left and right else 0.0
-            return 0.6 * f1 + 0.4 * difflib.SequenceMatcher(None, " ".join(left), " ".join(right), autojunk=False).ratio()
+            return (
+                0.6 * f1 + 0.4 * difflib.SequenceMatcher(None, " ".join(left), " ".join(right), autojunk=False).ratio()
+            )
 
         def one(state: MemoryState, truth: MemoryState) -> None:
             for owner in {r.owner for r in (*state.records, *truth.records)}:
@@ -168,7 +172,10 @@ def bench_rollout(config: RunConfig, repeats: int) -> list[Row]:
     })})  # fmt: skip
     prompts = [list(row.prompt_ids) for row in sft_rows(load_examples(small, "train"), small, encoder, None)[:16]]
     spec = SamplingSpec(1.0, 1.0, 48)
-    engines = [config, config.model_copy(update={"sampler": config.sampler.model_copy(update={"engine": "transformers"})})]
+    engines = [
+        config,
+        config.model_copy(update={"sampler": config.sampler.model_copy(update={"engine": "transformers"})}),
+    ]
     generators = [make_generator(engine, base_dir, merged_only=True) for engine in engines]
     counts: dict[int, int] = {}
     try:
@@ -186,7 +193,11 @@ def bench_rollout(config: RunConfig, repeats: int) -> list[Row]:
         row["ours"] *= counts[0]
         row["other"] *= counts[1]
         scale = counts[0] / counts[1]
-        row |= {"ratio": row["ratio"] * scale, "ratio_low": row["ratio_low"] * scale, "ratio_high": row["ratio_high"] * scale}
+        row |= {
+            "ratio": row["ratio"] * scale,
+            "ratio_low": row["ratio_low"] * scale,
+            "ratio_high": row["ratio_high"] * scale,
+        }
         return [row]
     finally:
         for generator in generators:
@@ -202,8 +213,20 @@ def bench_sync(config: RunConfig, repeats: int) -> list[Row]:
     base_dir = prepare_base_model(config.model.path)
     state = adapter_state(load_policy(base_dir, config.model))
     forms = [config.sampler.model_copy(update={"sync": form}) for form in ("adapter", "merged")]
-    with AdapterSync(base_dir, forms[0], config.model.lora) as adapter, AdapterSync(base_dir, forms[1], config.model.lora) as merged:
-        return [compare("write an adapter vs write merged weights", lambda: adapter.export(state, 0), lambda: merged.export(state, 0), repeats, "syncs", 1.0)]
+    with (
+        AdapterSync(base_dir, forms[0], config.model.lora) as adapter,
+        AdapterSync(base_dir, forms[1], config.model.lora) as merged,
+    ):
+        return [
+            compare(
+                "write an adapter vs write merged weights",
+                lambda: adapter.export(state, 0),
+                lambda: merged.export(state, 0),
+                repeats,
+                "syncs",
+                1.0,
+            )
+        ]
 
 
 BENCHES: dict[str, Callable[[RunConfig, int], list[Row]]] = {

@@ -8,6 +8,7 @@ from typing import Literal
 
 from writer_rl.configs.errors import InputError
 from writer_rl.configs.schema import DataConfig, RunConfig
+from writer_rl.data.actions import render_actions
 from writer_rl.data.contract import render_prompt
 from writer_rl.data.dialogues import read_dialogues
 from writer_rl.data.embedding import Embedder
@@ -15,7 +16,6 @@ from writer_rl.data.memory import MemoryState
 from writer_rl.data.records import Dialogue
 from writer_rl.data.simulation.chats import simulate_split
 from writer_rl.data.traces import ReplayedStep, TeacherTrace, read_traces, replay
-from writer_rl.data.actions import render_actions
 from writer_rl.rollouts.prompt_tokens import PromptEncoder
 
 Split = Literal["train", "heldout"]
@@ -97,11 +97,15 @@ def _pairs_from_files(data: DataConfig, split: Split) -> list[tuple[Dialogue, Te
     traces = read_traces(trace_path, allow_stale_prompt=data.allow_stale_prompt)
     missing = [trace.dialogue_id for trace in traces if trace.dialogue_id not in dialogues]
     if missing:
-        raise InputError(trace_path, f"has a trace of {missing[0]!r}, which is no dialogue of {dialogue_path}", "pair the two files")
+        raise InputError(
+            trace_path, f"has a trace of {missing[0]!r}, which is no dialogue of {dialogue_path}", "pair the two files"
+        )
     return [(dialogues[trace.dialogue_id], trace) for trace in traces]
 
 
-def sft_rows(examples: Sequence[Example], config: RunConfig, encoder: PromptEncoder, embedder: Embedder | None) -> list[SftRow]:
+def sft_rows(
+    examples: Sequence[Example], config: RunConfig, encoder: PromptEncoder, embedder: Embedder | None
+) -> list[SftRow]:
     """One row per segment: the prompt on the teacher's memory, and the teacher's actions.
 
     Raises:

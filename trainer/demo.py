@@ -71,7 +71,9 @@ def main(argv: list[str]) -> int:
     """Entry point of `demo`."""
     parser = config_parser("demo", "The whole job on the packaged small model, CPU enough: simulate, SFT, GRPO, evaluate, export, report.",
                            "example: ./launch.sh demo --quick", default="demo")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="walk the same stages in a few minutes; too short to learn anything")
+    parser.add_argument(
+        "--quick", action="store_true", help="walk the same stages in a few minutes; too short to learn anything"
+    )
     args = parser.parse_args(argv)
     if args.quick and not any("=" not in word for word in args.words):
         args.words = ["demo-quick", *args.words]

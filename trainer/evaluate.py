@@ -98,7 +98,8 @@ def update_counts(predicted: MemoryState, reference: MemoryState) -> tuple[int, 
         found = []
         for old_id, new_id in memory.update_edges():
             old, new = memory.find(old_id), memory.find(new_id)
-            assert old is not None and new is not None
+            assert old is not None
+            assert new is not None
             found.append((old, new))
         return found
 
@@ -203,7 +204,14 @@ def summarise(results: Sequence[DialogueResult], config: RunConfig) -> dict[str,
             if values:
                 entry.setdefault("per_owner_kind", {})[kind] = bootstrap_interval(values, draws, seed)
         summary["arms"][arm] = entry
-    for a, b in (("rl", "sft"), ("sft", "base"), ("rl", "base"), ("reference", "rl"), ("rl", "s1_only"), ("sft", "s1_only")):
+    for a, b in (
+        ("rl", "sft"),
+        ("sft", "base"),
+        ("rl", "base"),
+        ("reference", "rl"),
+        ("rl", "s1_only"),
+        ("sft", "s1_only"),
+    ):
         if a not in arms or b not in arms:
             continue
         for metric in METRICS:
@@ -213,7 +221,9 @@ def summarise(results: Sequence[DialogueResult], config: RunConfig) -> dict[str,
             ]  # fmt: skip
             if pairs:
                 interval = bootstrap_interval(pairs, draws, seed)
-                summary["differences"].append({"a": a, "b": b, "metric": metric, **interval, "num_dialogues": len(pairs)})
+                summary["differences"].append(
+                    {"a": a, "b": b, "metric": metric, **interval, "num_dialogues": len(pairs)}
+                )
     summary["budget"] = json.loads(config.reward.qa.model_dump_json())
     summary["settings"] = json.loads(config.evaluation.model_dump_json())
     summary["metrics"] = METRICS
@@ -228,7 +238,9 @@ def _arm_weights(config: RunConfig, directory: Path) -> dict[str, Callable[[], P
     def rl() -> Path:
         checkpoint = latest_checkpoint(directory / "grpo" / "checkpoints")
         if checkpoint is None:
-            raise InputError(str(directory / "grpo"), "holds no whole checkpoint", "run `grpo` first, or leave out the arm rl")
+            raise InputError(
+                str(directory / "grpo"), "holds no whole checkpoint", "run `grpo` first, or leave out the arm rl"
+            )
         from safetensors.torch import load_file
 
         adapter = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
@@ -316,7 +328,8 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         table.add_column(metric.replace("_", " "), justify="right")
     for arm, entry in summary["arms"].items():
         cells = [
-            f"{entry[m]['mean']:.3f}\n{entry[m]['low']:.2f}–{entry[m]['high']:.2f}" if m in entry else "–" for m in shown
+            f"{entry[m]['mean']:.3f}\n{entry[m]['low']:.2f}–{entry[m]['high']:.2f}" if m in entry else "–"
+            for m in shown
         ]
         table.add_row(arm, *cells)
     console.print(table)
@@ -324,11 +337,18 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     for column in ("", "metric", "difference", "95 % interval", "dialogues"):
         differences.add_column(column)
     for row in summary["differences"]:
-        if row["metric"] in ("state_score", "qa", "owner_error") and (row["a"], row["b"]) in (("rl", "sft"), ("sft", "base")):
+        if row["metric"] in ("state_score", "qa", "owner_error") and (row["a"], row["b"]) in (
+            ("rl", "sft"),
+            ("sft", "base"),
+        ):
             interval = f"[{row['low']:+.3f}, {row['high']:+.3f}]"
             clear = "" if row["low"] <= 0 <= row["high"] else " *"
             differences.add_row(
-                f"{row['a']} − {row['b']}", row["metric"], f"{row['mean']:+.3f}{clear}", interval, str(row["num_dialogues"])
+                f"{row['a']} − {row['b']}",
+                row["metric"],
+                f"{row['mean']:+.3f}{clear}",
+                interval,
+                str(row["num_dialogues"]),
             )
     console.print(differences)
     console.print("* the interval excludes 0")

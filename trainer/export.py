@@ -85,6 +85,7 @@ class Proof:
         num_prompts: Fixed prompts compared.
         num_tokens: Positions whose logits were compared.
         max_logit_difference: Largest |difference|, base + adapter against the merge, float32 on both sides.
+        bound: What that difference may be at most, see `MAX_LOGIT_FRACTION`.
         max_abs_logit: Largest |logit|, to judge differences by.
         adapter_effect: Largest |logit difference| that the adapter makes at all: what a forgotten merge would cost.
         greedy_tokens_equal: True when greedy continuations agreed token by token.
@@ -96,6 +97,7 @@ class Proof:
     num_prompts: int
     num_tokens: int
     max_logit_difference: float
+    bound: float
     max_abs_logit: float
     adapter_effect: float
     greedy_tokens_equal: bool
@@ -198,7 +200,7 @@ def export_run(
             "prompt_version": PROMPT_VERSION,
             "lora_alpha": adapter_config["lora_alpha"],
             "lora_r": adapter_config["r"],
-            "tolerance": MAX_LOGIT_FRACTION * max(1.0, proof.max_abs_logit),
+            "tolerance": proof.bound,
             "cast_tolerance_frac": MAX_CAST_FRACTION[chosen_dtype],
             "proof": asdict(proof),
         }
@@ -240,14 +242,13 @@ def prove(base_dir: Path, adapter_dir: Path, model_dir: Path, dtype: Dtype) -> P
     if dtype == "float32":
         merged = exported = _behaviour(_load(model_dir, "float32"), prompts)
     else:
-        adapter = load_file(adapter_dir / "adapter_model.safetensors")
-        alpha = float(json.loads((adapter_dir / "adapter_config.json").read_text(encoding="utf-8"))["lora_alpha"])
-        state = merged_state_dict(read_weights(base_dir), adapter, alpha=alpha, dtype=torch.float32)
-        _require_cast(state, read_weights(model_dir), getattr(torch, dtype))
         model = _load(base_dir, "float32")
-        model.load_state_dict(state, strict=False)
+        state = _require_cast(base_dir, adapter_dir, model_dir, getattr(torch, dtype))
+        model.load_state_dict(state, strict=False, assign=True)
+        model.tie_weights()
+        del state
         merged = _behaviour(model, prompts)
-        del model, state
+        del model
         exported = _Behaviour(_logits(_load(model_dir, dtype), prompts), [])
 
     largest = max(float(logits.abs().max()) for logits in trained.logits)
@@ -255,6 +256,7 @@ def prove(base_dir: Path, adapter_dir: Path, model_dir: Path, dtype: Dtype) -> P
         num_prompts=len(prompts),
         num_tokens=sum(ids.shape[1] for ids in prompts),
         max_logit_difference=_distance(trained.logits, merged.logits),
+        bound=MAX_LOGIT_FRACTION * max(1.0, largest),
         max_abs_logit=largest,
         adapter_effect=effect,
         greedy_tokens_equal=trained.greedy == merged.greedy,
@@ -262,11 +264,10 @@ def prove(base_dir: Path, adapter_dir: Path, model_dir: Path, dtype: Dtype) -> P
         cast_logit_difference=_distance(trained.logits, exported.logits),
         cast_argmax_frac=_argmax_agreement(trained.logits, exported.logits),
     )
-    limit = MAX_LOGIT_FRACTION * max(1.0, largest)
-    if not proof.max_logit_difference <= limit:
+    if not proof.max_logit_difference <= proof.bound:
         raise ExportMismatch(
             f"logits of the merged model differ by {proof.max_logit_difference:.3g} from base + adapter, more than "
-            f"{limit:.3g}; the adapter itself changes them by {effect:.3g}"
+            f"{proof.bound:.3g}; the adapter itself changes them by {effect:.3g}"
         )
     if not proof.greedy_tokens_equal:
         raise ExportMismatch("greedy continuations of the merged model differ from those of base + adapter")
@@ -278,13 +279,19 @@ def prove(base_dir: Path, adapter_dir: Path, model_dir: Path, dtype: Dtype) -> P
     return proof
 
 
-def _require_cast(merged: Mapping[str, Tensor], written: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def _require_cast(base_dir: Path, adapter_dir: Path, model_dir: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The float32 merge, made once more; what was written must be its cast, bit for bit."""
+    adapter = load_file(adapter_dir / "adapter_model.safetensors")
+    alpha = float(json.loads((adapter_dir / "adapter_config.json").read_text(encoding="utf-8"))["lora_alpha"])
+    merged = merged_state_dict(read_weights(base_dir), adapter, alpha=alpha, dtype=torch.float32)
+    written = read_weights(model_dir)
     if set(merged) != set(written):
         odd = sorted(set(merged) ^ set(written))[0]
         raise ExportMismatch(f"the merged model's file and the base disagree on the weight {odd}")
     for name, weight in merged.items():
         if written[name].dtype != dtype or not torch.equal(written[name], weight.to(dtype)):
             raise ExportMismatch(f"the written weight {name} is not base + adapter in {dtype}")
+    return merged
 
 
 def _load(model_dir: Path, dtype: Dtype) -> PreTrainedModel:

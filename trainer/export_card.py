@@ -186,7 +186,7 @@ def _proof(facts: Mapping[str, Any]) -> list[str]:
     proof = facts["proof"]
     lines = [
         f"Compared before this folder was written, on {proof['num_prompts']} fixed prompts ({proof['num_tokens']} positions): base + adapter against",
-        f"the merge, both in float32, differ by at most {proof['max_logit_difference']:.2g} in any logit (bound {facts['tolerance']:g}; largest logit "
+        f"the merge, both in float32, differ by at most {proof['max_logit_difference']:.2g} in any logit (bound {proof['bound']:.2g}; largest logit "
         f"{proof['max_abs_logit']:.3g}; the adapter itself",
         f"moves logits by up to {proof['adapter_effect']:.3g}), and greedy continuations are equal token by token.",
     ]

@@ -30,7 +30,9 @@ def make_generator(config: RunConfig, base_dir: Path, *, merged_only: bool = Fal
         from writer_rl.rollouts.vllm_engine import VllmGenerator
     except ImportError as error:
         raise InputError(
-            "sampler.engine", f"is vllm, which cannot be imported ({error})", "run `setup`, or set sampler.engine=transformers"
+            "sampler.engine",
+            f"is vllm, which cannot be imported ({error})",
+            "run `setup`, or set sampler.engine=transformers",
         ) from None
     sampler = config.sampler.model_copy(update={"sync": "merged"}) if merged_only else config.sampler
     return VllmGenerator(base_dir, sampler, eos_token_ids=eos, lora_r=config.model.lora.r, seed=config.seed)

@@ -68,14 +68,19 @@ def dialogues_of_update(num_examples: int, per_update: int, seed: int, update: i
     return chosen
 
 
-def sample_rows(groups: Sequence[ScoredGroup], examples: dict[str, Example], encoder: PromptEncoder, limit: int) -> list[dict[str, Any]]:
+def sample_rows(
+    groups: Sequence[ScoredGroup], examples: dict[str, Example], encoder: PromptEncoder, limit: int
+) -> list[dict[str, Any]]:
     """Rows of the sample table: best and worst steps of each group in turn, with prompt, completion, rewards and reference."""
     rows: list[dict[str, Any]] = []
     for scored in groups:
         ranked = sorted(
-            (entry.returns[t], entry.index, t) for entry in scored.scored if entry is not None for t in range(len(entry.returns))
+            (entry.returns[t], entry.index, t)
+            for entry in scored.scored
+            if entry is not None
+            for t in range(len(entry.returns))
         )
-        for value, index, t in ({ranked[-1], ranked[0]} if ranked else set()):
+        for value, index, t in {ranked[-1], ranked[0]} if ranked else set():
             trajectory, entry = scored.group.trajectories[index], scored.scored[index]
             assert entry is not None
             step, rewards = trajectory.steps[t], entry.steps[t]
@@ -122,10 +127,14 @@ class _Probe:
         return {name: found[key] for name, key in names.items() if key in found}
 
 
-def make_environments(examples: Sequence[Example], config: RunConfig, encoder: PromptEncoder, embedder: Embedder) -> list[Environment]:
+def make_environments(
+    examples: Sequence[Example], config: RunConfig, encoder: PromptEncoder, embedder: Embedder
+) -> list[Environment]:
     """One environment per dialogue."""
     return [
-        Environment(example.dialogue, example.trace.window, config.contract, encoder, embedder, config.data.max_segments)
+        Environment(
+            example.dialogue, example.trace.window, config.contract, encoder, embedder, config.data.max_segments
+        )
         for example in examples
     ]
 
@@ -167,7 +176,13 @@ def run_grpo(config: RunConfig, directory: Path, *, generator: Generator | None 
             generator = stack.enter_context(make_generator(config, base_dir))
         sync = stack.enter_context(AdapterSync(base_dir, config.sampler, config.model.lora))
         log = stack.enter_context(
-            MetricLog(output, config.logging, run_name=f"{config.name}-grpo", config=config.model_dump(), resume_step=start if newest else None)
+            MetricLog(
+                output,
+                config.logging,
+                run_name=f"{config.name}-grpo",
+                config=config.model_dump(),
+                resume_step=start if newest else None,
+            )
         )
         sync.push(learner.adapter(), learner.policy_version, generator)
         probe = _make_probe(config, encoder, embedder)
@@ -284,7 +299,9 @@ def main(argv: list[str]) -> int:
         "grpo", "Train the Writer by GRPO from its SFT model (run `sft` first).",
         "example: ./launch.sh grpo demo grpo.num_updates=5",
     )  # fmt: skip
-    parser.add_argument("--resume", choices=("auto", "no"), default="auto", help="auto continues from the newest whole checkpoint")
+    parser.add_argument(
+        "--resume", choices=("auto", "no"), default="auto", help="auto continues from the newest whole checkpoint"
+    )
     args = parser.parse_args(argv)
     config = parse_config(args)
     directory = run_dir(config)

@@ -60,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("source", choices=sorted(SOURCES), help="format of the files")
     parser.add_argument("path", metavar="PATH", help="a file, or a folder of .json files")
     parser.add_argument("--out", metavar="DIR", help="folder to write to; may be left out with --check")
-    parser.add_argument("--check", action="store_true", help="fail unless replaying every trace gives the stored states")
+    parser.add_argument(
+        "--check", action="store_true", help="fail unless replaying every trace gives the stored states"
+    )
     args = parser.parse_args(argv)
     if args.check and args.source not in WITH_TRACES:
         raise InputError("--check", f"{args.source} has no states to compare", f"use it with {', '.join(WITH_TRACES)}")
@@ -168,7 +170,9 @@ def summary_table(imported: Sequence[Imported]) -> Table:
     columns = ["transitions", "ADD/UPDATE/NOOP", "replay ok"] if traced else ["sessions", "messages", "questions"]
     table = Table()
     for column in ["file", *columns, "repairs", *(["findings"] if traced else [])]:
-        table.add_column(column, justify="right" if column in columns else "left", no_wrap=column != "file", overflow="fold")
+        table.add_column(
+            column, justify="right" if column in columns else "left", no_wrap=column != "file", overflow="fold"
+        )
     for item in imported:
         entry = _file_report(item)
         if traced:

@@ -152,11 +152,15 @@ class Learner:
         rate = self._learning_rate(update)
         for group in self._optimiser.param_groups:
             group["lr"] = rate
-        minibatches = [self._prepare(part) for part in split_minibatches(samples, grpo.minibatches, self._config.seed + update)]
+        minibatches = [
+            self._prepare(part) for part in split_minibatches(samples, grpo.minibatches, self._config.seed + update)
+        ]
         sums: dict[str, float] = {}
         mismatch: dict[str, float] = {}
         for item in (item for part in minibatches for item in part):
-            found = sampler_mismatch_sums(item.old_logprobs_BT, item.batch.sampling_logprobs_BT, item.batch.completion_mask_BT)
+            found = sampler_mismatch_sums(
+                item.old_logprobs_BT, item.batch.sampling_logprobs_BT, item.batch.completion_mask_BT
+            )
             for key, tensor in found.items():
                 mismatch[key] = mismatch.get(key, 0.0) + self._global(tensor)
         last_kl: float | None = None
@@ -167,7 +171,9 @@ class Learner:
                     skipped += 1
                     continue
                 loss, terms_sums, grad_norm = self._accumulate(part)
-                guard = {"old": terms_sums["kl_old"], "reference": terms_sums["kl_ref"], "off": -math.inf}[grpo.kl_guard]
+                guard = {"old": terms_sums["kl_old"], "reference": terms_sums["kl_ref"], "off": -math.inf}[
+                    grpo.kl_guard
+                ]
                 last_kl = terms_sums["kl_old"] / terms_sums["num_tokens"]
                 if guard / terms_sums["num_tokens"] > grpo.kl_guard_nats:
                     self._optimiser.zero_grad(set_to_none=True)

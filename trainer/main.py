@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from writer_rl.configs.errors import InputError
@@ -61,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         fix = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(COMMANDS)}"
         print(f"writer-rl: unknown command {command!r}; {fix}", file=sys.stderr)
         return 2
+    # A polite kill unwinds like an error does, so that engines and half-written folders are cleaned up.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         status = int(importlib.import_module(COMMANDS[command][0]).main(rest))
         sys.stdout.flush()

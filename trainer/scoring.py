@@ -76,7 +76,12 @@ def score_group(
     ]
     result = position_advantages(returns, grpo.min_group_std, grpo.advantage_clip)
     return ScoredGroup(
-        group, tuple(scored), tuple(map(tuple, result.advantages)), result.num_groups, result.num_zero_variance, questions
+        group,
+        tuple(scored),
+        tuple(map(tuple, result.advantages)),
+        result.num_groups,
+        result.num_zero_variance,
+        questions,
     )
 
 
@@ -137,5 +142,3 @@ def reward_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         reports = [step.report for g in groups for trajectory in g.group.trajectories for step in trajectory.steps]
         metrics["completion/valid_frac"] = sum(report.valid for report in reports) / len(reports)
     return metrics
-
-

@@ -26,7 +26,7 @@ from writer_rl.configs.schema import RunConfig
 from writer_rl.data.actions import parse_completion, validate
 from writer_rl.data.embedding import Embedder, make_embedder
 from writer_rl.data.files import write_json
-from writer_rl.rollouts.generator import PolicyWeights, SamplingSpec
+from writer_rl.rollouts.generator import SamplingSpec
 from writer_rl.rollouts.prompt_tokens import PromptEncoder
 from writer_rl.rollouts.transformers_engine import TransformersGenerator
 from writer_rl.trainer.base_model import eos_token_ids, load_tokenizer, new_directory, prepare_base_model
@@ -138,7 +138,9 @@ class _Reporter(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         logs = logs or {}
         if logs.get("grad_norm") is not None and not math.isfinite(float(logs["grad_norm"])):
-            raise FloatingPointError(f"gradient norm is {logs['grad_norm']} at step {state.global_step}; lower sft.learning_rate")
+            raise FloatingPointError(
+                f"gradient norm is {logs['grad_norm']} at step {state.global_step}; lower sft.learning_rate"
+            )
         names: tuple[str, ...] = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch")
         kept = {name: float(logs[name]) for name in names if name in logs}
         self.last.update(kept)
@@ -200,22 +202,29 @@ def run_sft(config: RunConfig, directory: Path, examples: Sequence[Example] | No
     rows, valid_rows = (sft_rows(part, config, encoder, embedder) for part in (training, validation))
     output = directory / "sft"
     output.mkdir(parents=True, exist_ok=True)
-    policy = load_policy(base_dir, config.model, gradient_checkpointing=config.sft.gradient_checkpointing, seed=config.seed)
+    policy = load_policy(
+        base_dir, config.model, gradient_checkpointing=config.sft.gradient_checkpointing, seed=config.seed
+    )
     arguments = sft_arguments(config, output / ".trainer", len(rows))
-    num_steps = math.ceil(math.ceil(len(rows) / (arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps)) * config.sft.epochs)
+    num_steps = math.ceil(
+        math.ceil(len(rows) / (arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps))
+        * config.sft.epochs
+    )
     say(f"{len(rows)} training samples, {len(valid_rows)} for validation, {num_steps} optimiser steps")
-    with MetricLog(output, config.logging, run_name=f"{config.name}-sft", config=config.model_dump()) as log:
-        with progress("SFT steps", num_steps) as bar:
-            eos_ids = eos_token_ids(base_dir)
-            reporter = _Reporter(
-                log, bar, lambda: greedy_validity(policy, valid_rows, validation, config, encoder, eos_ids)
-            )
-            trainer = WriterSftTrainer(
-                model=policy, args=arguments, train_dataset=to_hf_dataset(rows),
-                eval_dataset=to_hf_dataset(valid_rows or rows[:1]), processing_class=encoder.tokenizer, callbacks=[reporter],
-            )  # fmt: skip
-            trainer.remove_callback(PrinterCallback)
-            trainer.train()
+    with (
+        MetricLog(output, config.logging, run_name=f"{config.name}-sft", config=config.model_dump()) as log,
+        progress("SFT steps", num_steps) as bar,
+    ):
+        eos_ids = eos_token_ids(base_dir)
+        reporter = _Reporter(
+            log, bar, lambda: greedy_validity(policy, valid_rows, validation, config, encoder, eos_ids)
+        )
+        trainer = WriterSftTrainer(
+            model=policy, args=arguments, train_dataset=to_hf_dataset(rows),
+            eval_dataset=to_hf_dataset(valid_rows or rows[:1]), processing_class=encoder.tokenizer, callbacks=[reporter],
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     if not math.isfinite(reporter.last.get("loss", 0.0)):
         raise FloatingPointError(f"SFT loss is {reporter.last['loss']}; lower sft.learning_rate")
     with stage("merge the SFT adapter into the base"):
@@ -233,7 +242,11 @@ def run_sft(config: RunConfig, directory: Path, examples: Sequence[Example] | No
 
 def main(argv: list[str]) -> int:
     """Entry point of `sft`."""
-    parser = config_parser("sft", "Fine-tune the Writer on teacher traces; the result is GRPO's base.", "example: ./launch.sh sft demo sft.epochs=2")
+    parser = config_parser(
+        "sft",
+        "Fine-tune the Writer on teacher traces; the result is GRPO's base.",
+        "example: ./launch.sh sft demo sft.epochs=2",
+    )
     config = parse_config(parser.parse_args(argv))
     directory = run_dir(config)
     dump_resolved(config, directory)

@@ -29,7 +29,17 @@ def main(argv: list[str]) -> int:
     config = parse_config(args).data.simulation
     out = Path(args.out)
     table = Table(title="simulated chats")
-    for column in ("split", "dialogues", "messages", "segments", "ADD", "UPDATE", "NOOP", "owner ≠ source", "questions"):
+    for column in (
+        "split",
+        "dialogues",
+        "messages",
+        "segments",
+        "ADD",
+        "UPDATE",
+        "NOOP",
+        "owner ≠ source",
+        "questions",
+    ):
         table.add_column(column, justify="right" if column != "split" else "left")
     counts: dict[str, dict[str, int]] = {}
     for split, total in (("train", config.num_train), ("heldout", config.num_heldout)):
@@ -50,7 +60,10 @@ def main(argv: list[str]) -> int:
             continue
         write_dialogues(out / split / "dialogues.json", [chat.dialogue for chat in chats])
         write_traces(out / split / "traces.json", [chat.trace for chat in chats])
-        row = [len(chats), *(seen[key] for key in ("messages", "segments", "ADD", "UPDATE", "NOOP", "told", "questions"))]
+        row = [
+            len(chats),
+            *(seen[key] for key in ("messages", "segments", "ADD", "UPDATE", "NOOP", "told", "questions")),
+        ]
         table.add_row(split, *map(str, row))
         counts[split] = {"dialogues": len(chats), **seen}
     write_json(out / "simulation.json", {"settings": json.loads(config.model_dump_json()), "counts": counts})

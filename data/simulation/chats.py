@@ -193,7 +193,9 @@ def _new_matter_lines(world: _World, config: SimulationConfig, room: int) -> lis
     """One new matter, or two that disagree where the session has room for both; nothing if no matter is free."""
     rng = world.rng
     if rng.random() < config.group_share:
-        kinds = [(kind, "group_interaction") for kind in GROUP_MATTERS] + [(kind, "group_insight") for kind in NORM_MATTERS]
+        kinds = [(kind, "group_interaction") for kind in GROUP_MATTERS] + [
+            (kind, "group_insight") for kind in NORM_MATTERS
+        ]
         free = [pair for pair in kinds if not world.taken(GROUP, pair[0].key)]
         if free:
             return [_group_line(world, *rng.choice(free))]
@@ -260,9 +262,14 @@ def _questions(world: _World, dialogue_id: str, count: int) -> tuple[Question, .
     pool.sort(key=lambda item: item[0] not in ("current_state", "how_changed"))
     return tuple(
         Question(
-            f"{dialogue_id}-q{i + 1}", text, answer, category,
-            evidence_ids=tuple(matter.message_ids), rows=(), mode=mode,
-        )  # fmt: skip
+            f"{dialogue_id}-q{i + 1}",
+            text,
+            answer,
+            category,
+            evidence_ids=tuple(matter.message_ids),
+            rows=(),
+            mode=mode,
+        )
         for i, (category, text, answer, matter, mode) in enumerate(pool[:count])
     )
 

@@ -63,7 +63,20 @@ _JOBS = (
 )  # fmt: skip
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _MONTHS = ("January", "March", "April", "May", "June", "July", "August", "October", "November")
-_PETS = ("cat", "dog", "parrot", "rabbit", "hamster", "turtle", "pony", "ferret", "canary", "goat", "lizard", "goldfish")
+_PETS = (
+    "cat",
+    "dog",
+    "parrot",
+    "rabbit",
+    "hamster",
+    "turtle",
+    "pony",
+    "ferret",
+    "canary",
+    "goat",
+    "lizard",
+    "goldfish",
+)
 _FOODS = (
     "nuts", "cheese", "shrimp", "eggs", "mushrooms", "onions", "bread", "pork", "celery", "honey", "peaches", "garlic",
     "tomatoes", "beans", "olives", "rice",

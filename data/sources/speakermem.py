@@ -168,7 +168,9 @@ def _counted(repairs: Counter[str]) -> dict[str, int]:
 def _new_session_id(reader: Reader, sessions: Sequence[Session]) -> str:
     session_id = reader.text("session_id", blank=False)
     if any(session.session_id == session_id for session in sessions):
-        raise reader.fail("session_id", f"{session_id!r} stands twice", "give every session its own id, its parts in a row")
+        raise reader.fail(
+            "session_id", f"{session_id!r} stands twice", "give every session its own id, its parts in a row"
+        )
     return session_id
 
 
@@ -187,12 +189,19 @@ def _speaker(reader: Reader) -> str:
 
 
 def _dialogue(
-    top: Reader, dialogue_id: str, members: Sequence[str], where: str, sessions: Sequence[Session], repairs: Counter[str]
+    top: Reader,
+    dialogue_id: str,
+    members: Sequence[str],
+    where: str,
+    sessions: Sequence[Session],
+    repairs: Counter[str],
 ) -> Dialogue:
     folded: dict[str, str] = {}
     for name in members:
         if not name.strip() or name.strip() == GROUP or name.strip().casefold() in folded:
-            raise top.fail(where, f"holds {name!r}, blank, reserved or twice", "give every member one name of their own")
+            raise top.fail(
+                where, f"holds {name!r}, blank, reserved or twice", "give every member one name of their own"
+            )
         folded[name.strip().casefold()] = name
     speakers = dict.fromkeys(m.speaker for session in sessions for m in session.messages)
     missing = [name for name in speakers if name.strip().casefold() not in folded]
@@ -287,7 +296,9 @@ def _sessions_of(
             message_id = _new_message_id(child, "msg_id", message_id, seen)
             position = len(known) + len(added)
             added.append(
-                Message(message_id, _speaker(child), child.text("content"), child.text("ts", ""), session_id, "", position)
+                Message(
+                    message_id, _speaker(child), child.text("content"), child.text("ts", ""), session_id, "", position
+                )
             )
         if not added:
             raise transition.fail("messages", "is empty", "give the messages of the segment")

@@ -43,7 +43,9 @@ hostile = st.lists(
     ),
     max_size=6,
 ).map("".join)  # fmt: skip
-contents = st.sampled_from(["likes tea", "Likes  TEA.", "lives in Leeds", "住在利兹", "moved \n on", "x" * 300, "m9 core Ana: y"])
+contents = st.sampled_from(
+    ["likes tea", "Likes  TEA.", "lives in Leeds", "住在利兹", "moved \n on", "x" * 300, "m9 core Ana: y"]
+)
 
 
 @st.composite
@@ -57,7 +59,9 @@ def odd_items(draw: st.DrawFn, state: MemoryState) -> list[Any]:
     """Items that are wrong, or right only by chance."""
     written = st.sampled_from(state.records or (Record("m1", "x", "Ana", "Ana", "per_speaker_core"),))
     change = written.map(lambda record: {"action": "UPDATE", "entry_id": record.entry_id, "content": "something else"})
-    same = written.map(lambda record: {"action": "UPDATE", "entry_id": record.entry_id, "content": f" {record.content.upper()}."})
+    same = written.map(
+        lambda record: {"action": "UPDATE", "entry_id": record.entry_id, "content": f" {record.content.upper()}."}
+    )
     other = st.sampled_from(
         [{"action": "NOOP"}, {"action": "ADD"}, {"action": "UPDATE", "entry_id": "zz", "content": "x"}, None, 3]
     )
@@ -69,7 +73,8 @@ def sound_items(draw: st.DrawFn, state: MemoryState, index: int) -> list[Any]:
     heads = [record.entry_id for record in state.heads()]
     chosen = draw(st.lists(st.sampled_from(heads), unique=True, min_size=1, max_size=3)) if heads else []
     items: list[Any] = [
-        {"action": "UPDATE", "entry_id": entry_id, "content": f"{draw(contents)} {index}-{k}"} for k, entry_id in enumerate(chosen)
+        {"action": "UPDATE", "entry_id": entry_id, "content": f"{draw(contents)} {index}-{k}"}
+        for k, entry_id in enumerate(chosen)
     ]
     for k in range(draw(st.integers(0 if items else 1, 3))):
         layer = draw(st.sampled_from(LAYERS))
@@ -161,7 +166,9 @@ def test_chains_are_acyclic_with_exactly_one_head(history: list[Step]) -> None:
     for chain in chains:
         assert [entry_id for entry_id in chain if entry_id in heads] == [chain[-1]]
         nodes = state.chain(chain[0])
-        assert {(n.owner, n.source, n.layer, n.kind) for n in nodes} == {(nodes[0].owner, nodes[0].source, nodes[0].layer, nodes[0].kind)}
+        assert {(n.owner, n.source, n.layer, n.kind) for n in nodes} == {
+            (nodes[0].owner, nodes[0].source, nodes[0].layer, nodes[0].kind)
+        }
         for old, new in pairwise(nodes):
             assert normalise_content(old.content) != normalise_content(new.content)
             assert state.records.index(old) < state.records.index(new)
@@ -203,7 +210,12 @@ def test_a_fork_never_alters_its_parent(data: st.DataObject) -> None:
         child = parent.observe(segment)
         report = validate(parse_completion(data.draw(completions(child, 7))), child)
         child.apply(report, segment, EMBEDDER)
-    assert snapshot == (parent.messages, parent.records, parent.roster, [parent.chain(r.entry_id) for r in parent.records])
+    assert snapshot == (
+        parent.messages,
+        parent.records,
+        parent.roster,
+        [parent.chain(r.entry_id) for r in parent.records],
+    )
 
 
 @st.composite
@@ -223,7 +235,9 @@ def test_rendered_actions_parse_back(written: list[Action]) -> None:
     assert parsed.json_valid
     assert not any(shape_errors(item) for item in parsed.items)
     updates = {a.entry_id for a in written if a.action == "UPDATE"}
-    memory = MemoryState(records=tuple(Record(entry_id, "", "Ana", "Ana", "per_speaker_core") for entry_id in sorted(updates)))
+    memory = MemoryState(
+        records=tuple(Record(entry_id, "", "Ana", "Ana", "per_speaker_core") for entry_id in sorted(updates))
+    )
     report = validate(parsed, memory, "paper")
     if not report.errors:
         assert report.actions == tuple(written)
@@ -233,8 +247,10 @@ def test_rendered_actions_parse_back(written: list[Action]) -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=4) | st.sampled_from(["ADD", "UPDATE", "NOOP", "Ana"]),
-    lambda inner: st.lists(inner)
-    | st.dictionaries(st.sampled_from(["action", "owner", "source", "content", "entry_id", "layer", "kind"]), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.sampled_from(["action", "owner", "source", "content", "entry_id", "layer", "kind"]), inner)
+    ),
     max_leaves=12,
 )
 
@@ -255,9 +271,7 @@ options = st.builds(
 
 @FAST
 @given(histories(), segments(8), options)
-def test_memory_lines_keep_to_their_budgets(
-    history: list[Step], segment: Segment, chosen: ContractConfig
-) -> None:
+def test_memory_lines_keep_to_their_budgets(history: list[Step], segment: Segment, chosen: ContractConfig) -> None:
     state = history[-1][1]
     lines = render_prompt(state, segment, chosen, EMBEDDER)[1]["content"].split("\n")
     heads = {record.entry_id: record for record in state.heads()}
@@ -297,7 +311,9 @@ def test_a_message_forges_neither_a_memory_line_nor_a_roster_line(
 @FAST
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 7))
 def test_segments_partition_the_dialogue(sizes: list[int], window: int) -> None:
-    sessions = tuple(Session(f"s{k}", "", tuple(Message(f"{k}-{i}", "Ana", "x") for i in range(n))) for k, n in enumerate(sizes))
+    sessions = tuple(
+        Session(f"s{k}", "", tuple(Message(f"{k}-{i}", "Ana", "x") for i in range(n))) for k, n in enumerate(sizes)
+    )
     cut = Dialogue("d", ("Ana",), sessions).segments(window)
     assert [m.message_id for part in cut for m in part.messages] == [m.message_id for s in sessions for m in s.messages]
     assert all(1 <= len(part.messages) <= window for part in cut)

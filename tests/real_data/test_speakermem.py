@@ -56,7 +56,9 @@ def raw(folder: Path, kind: str, name: str) -> dict[str, Any]:
 
 def test_all_files_are_covered(speakermem: Path) -> None:
     assert {file.stem for file in (speakermem / "trajectories").glob("*.json")} == set(TRAJECTORIES)
-    assert {file.stem for file in (speakermem / "networks").glob("*.json")} == {f"social_grp_{name}" for name in NETWORKS}
+    assert {file.stem for file in (speakermem / "networks").glob("*.json")} == {
+        f"social_grp_{name}" for name in NETWORKS
+    }
 
 
 @pytest.mark.parametrize("name", TRAJECTORIES)
@@ -75,7 +77,16 @@ def test_final_state_agrees_independently_of_the_importer(speakermem: Path, name
     found, final = trajectory(speakermem, name), raw(speakermem, "trajectories", name)["final_state"]
     after = list(replay(found.dialogue, found.trace, found.trace.window, rules="fixed"))[-1].after
     ours = {
-        r.entry_id: (r.owner, r.source, r.layer, r.kind, r.content, list(r.links), r.superseded_by, round(r.confidence, 9))
+        r.entry_id: (
+            r.owner,
+            r.source,
+            r.layer,
+            r.kind,
+            r.content,
+            list(r.links),
+            r.superseded_by,
+            round(r.confidence, 9),
+        )
         for r in after.records
     }
     theirs = {
@@ -108,7 +119,9 @@ def test_trajectory_and_network_give_the_same_chat(speakermem: Path) -> None:
         assert one.members == two.members
         assert one.questions == two.questions
         for left, right in zip(one.sessions, two.sessions, strict=True):
-            assert [(m.message_id, m.speaker, m.text) for m in left.messages] == [(m.message_id, m.speaker, m.text) for m in right.messages]
+            assert [(m.message_id, m.speaker, m.text) for m in left.messages] == [
+                (m.message_id, m.speaker, m.text) for m in right.messages
+            ]
 
 
 def test_networks_keep_turns_questions_and_evidence(speakermem: Path) -> None:
@@ -143,7 +156,11 @@ def codes(found: ImportedTrajectory) -> Counter[str]:
 def test_the_italian_trace_is_found_and_no_other(speakermem: Path) -> None:
     foreign = {name: codes(trajectory(speakermem, name))["foreign_language"] for name in TRAJECTORIES}
     assert {name: count for name, count in foreign.items() if count} == {"social_grp_9c0d1e2f": 5}
-    details = [f["detail"] for f in trajectory(speakermem, "social_grp_9c0d1e2f").trace.findings if f["code"] == "foreign_language"]
+    details = [
+        f["detail"]
+        for f in trajectory(speakermem, "social_grp_9c0d1e2f").trace.findings
+        if f["code"] == "foreign_language"
+    ]
     assert all("written in it" in detail for detail in details)
 
 

@@ -23,7 +23,14 @@ from writer_rl.data.actions import (
 )
 from writer_rl.data.memory import MemoryState, Record, Roster
 
-ADD = {"action": "ADD", "owner": "Ana", "source": "Ana", "layer": "per_speaker_core", "kind": "fact", "content": "plays chess"}
+ADD = {
+    "action": "ADD",
+    "owner": "Ana",
+    "source": "Ana",
+    "layer": "per_speaker_core",
+    "kind": "fact",
+    "content": "plays chess",
+}
 
 
 def memory() -> MemoryState:
@@ -157,7 +164,9 @@ def test_every_layer_and_kind_is_accepted_in_its_scope() -> None:
          [(0, "unknown_owner"), (1, "unknown_entry"), (2, "not_an_object")]),
     ],
 )  # fmt: skip
-def test_list_faults_are_located_and_refuse_the_whole_list(items: list[object], expected: list[tuple[int, str]]) -> None:
+def test_list_faults_are_located_and_refuse_the_whole_list(
+    items: list[object], expected: list[tuple[int, str]]
+) -> None:
     report = check(*items)
     assert codes(report) == expected
     assert report.actions == ()

@@ -48,7 +48,10 @@ def test_prompt_holds_roster_memory_messages_and_budget(form: str, order: str) -
 
 
 def test_compact_form_is_much_shorter() -> None:
-    sizes = {form: len(render_prompt(memory(), PART, ContractConfig(form=form))[0]["content"]) for form in ("compact", "full")}  # type: ignore[arg-type]
+    sizes = {
+        form: len(render_prompt(memory(), PART, ContractConfig(form=form))[0]["content"])
+        for form in ("compact", "full")
+    }  # type: ignore[arg-type]
     assert sizes["compact"] < sizes["full"] / 2
 
 
@@ -119,7 +122,9 @@ def test_the_floor_of_the_budget_is_240_characters_and_one_line_always_shows() -
     assert [len(line) for line in lines] == [240, 240, 240]
 
 
-@pytest.mark.parametrize("breaker", ["\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029", "\x00", "\u202e"])
+@pytest.mark.parametrize(
+    "breaker", ["\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029", "\x00", "\u202e"]
+)
 def test_no_break_survives_one_line(breaker: str) -> None:
     assert one_line(f"hi{breaker}MEMORY") == "hi MEMORY"
 

@@ -105,7 +105,9 @@ def test_the_unbroken_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "position", "reason"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])
-def test_broken_files_name_file_position_reason_and_fix(tmp_path: Path, change: Change, position: str, reason: str) -> None:
+def test_broken_files_name_file_position_reason_and_fix(
+    tmp_path: Path, change: Change, position: str, reason: str
+) -> None:
     value = copy.deepcopy(GOOD)
     change(value)
     file = save(tmp_path / "d.json", value)
@@ -167,9 +169,14 @@ def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
 
 
 def test_writing_and_reading_gives_the_same_dialogue(tmp_path: Path) -> None:
-    said = (Message("a", "Zoë", " x\n👩‍👧 <|im_end|>\u2028", "2026-08-10T09:00", "s1", "general", 0), Message("b", "Ben", "", "", "s1", "", 1, "a"))
+    said = (
+        Message("a", "Zoë", " x\n👩‍👧 <|im_end|>\u2028", "2026-08-10T09:00", "s1", "general", 0),
+        Message("b", "Ben", "", "", "s1", "", 1, "a"),
+    )
     asked = Question("q", "Who?", "Zoë", "Q1", (("A", "Zoë"), ("B", "Ben")), "A", ("a",), ("Zoë", "GROUP"), "full")
-    dialogue = Dialogue("d", ("Zoë", "Ben"), (Session("s1", "2026-08-10", said),), (asked,), "en", {"Z": "Zoë"}, {"origin": "x"})
+    dialogue = Dialogue(
+        "d", ("Zoë", "Ben"), (Session("s1", "2026-08-10", said),), (asked,), "en", {"Z": "Zoë"}, {"origin": "x"}
+    )
     write_dialogues(tmp_path / "deep" / "d.json", [dialogue])
     assert read_dialogues(tmp_path / "deep" / "d.json") == [dialogue]
 
@@ -195,14 +202,18 @@ def test_an_unwritable_place_is_an_input_error(tmp_path: Path) -> None:
 )
 def test_segments_never_span_sessions(sizes: tuple[int, ...], window: int, expected: list[int]) -> None:
     sessions = tuple(
-        Session(f"s{k}", f"2026-08-1{k}", tuple(Message(f"{k}-{i}", "Ana", "x", "", f"s{k}", "", i) for i in range(size)))
+        Session(
+            f"s{k}", f"2026-08-1{k}", tuple(Message(f"{k}-{i}", "Ana", "x", "", f"s{k}", "", i) for i in range(size))
+        )
         for k, size in enumerate(sizes)
     )
     segments = Dialogue("d", ("Ana",), sessions).segments(window)
     assert [len(segment.messages) for segment in segments] == expected
     assert [segment.index for segment in segments] == list(range(len(expected)))
     assert all({m.session_id for m in segment.messages} == {segment.session_id} for segment in segments)
-    assert [m for segment in segments for m in segment.messages] == [m for session in sessions for m in session.messages]
+    assert [m for segment in segments for m in segment.messages] == [
+        m for session in sessions for m in session.messages
+    ]
     assert segments[0].started_at == "2026-08-10"
 
 

@@ -25,15 +25,22 @@ def test_order_and_case_do_not_matter_and_words_do() -> None:
     assert abs(one @ three) < 0.5
 
 
-@pytest.mark.parametrize(("left", "right"), [("iPhone手机", "手机 iphone"), ("手机iPhone", "iphone 手 机"), ("ひ手か", "か ひ 手")])
+@pytest.mark.parametrize(
+    ("left", "right"), [("iPhone手机", "手机 iphone"), ("手机iPhone", "iphone 手 机"), ("ひ手か", "か ひ 手")]
+)
 def test_cjk_characters_are_words_beside_other_letters(left: str, right: str) -> None:
     one, two = HashedEmbedder().embed([left, right])
     assert one @ two == pytest.approx(1)
 
 
 def test_vectors_do_not_depend_on_the_process() -> None:
-    code = "from writer_rl.data.embedding import HashedEmbedder; print(HashedEmbedder(8).embed(['a red bike']).tolist())"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    code = (
+        "from writer_rl.data.embedding import HashedEmbedder; print(HashedEmbedder(8).embed(['a red bike']).tolist())"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
     assert runs[0] == runs[1] == f"{HashedEmbedder(8).embed(['a red bike']).tolist()}\n"
 
 

@@ -18,7 +18,9 @@ def segment(index: int = 0, *texts: str) -> Segment:
     return Segment(index, f"s{index}", f"2026-08-1{index}T09:00:00", messages)
 
 
-def add(content: str, owner: str = "Ana", source: str = "Ana", layer: str = "per_speaker_core", kind: str = "fact") -> Action:
+def add(
+    content: str, owner: str = "Ana", source: str = "Ana", layer: str = "per_speaker_core", kind: str = "fact"
+) -> Action:
     return Action("ADD", owner, source, layer, kind, content)
 
 
@@ -35,7 +37,12 @@ def write(state: MemoryState, index: int, *actions: Action, embedder: Embedder |
 
 
 def test_observe_keeps_messages_verbatim_and_meets_speakers() -> None:
-    part = Segment(0, "s", "", (Message("a", "Zoë", "  two  spaces\n<|im_end|> "), Message("b", "Ben", ""), Message("c", "ZOË", "x")))
+    part = Segment(
+        0,
+        "s",
+        "",
+        (Message("a", "Zoë", "  two  spaces\n<|im_end|> "), Message("b", "Ben", ""), Message("c", "ZOË", "x")),
+    )
     state = MemoryState.empty().observe(part)
     assert state.messages == part.messages
     assert state.roster.members == ("Zoë", "Ben")
@@ -45,7 +52,9 @@ def test_observe_keeps_messages_verbatim_and_meets_speakers() -> None:
 def test_add_fills_every_field() -> None:
     state = write(MemoryState.empty(), 1, add("plays chess", kind="stance"))
     assert state.records == (
-        Record("m1", "plays chess", "Ana", "Ana", "per_speaker_core", "stance", 1, "2026-08-11T09:00:00", 0.7, (), (), ""),
+        Record(
+            "m1", "plays chess", "Ana", "Ana", "per_speaker_core", "stance", 1, "2026-08-11T09:00:00", 0.7, (), (), ""
+        ),
     )
 
 
@@ -140,7 +149,9 @@ class _FixedCosines:
         ((0.1, 0.2), ()),
     ],
 )
-def test_provenance_takes_three_messages_of_cosine_a_quarter_or_more(cosines: tuple[float, ...], expected: tuple[str, ...]) -> None:
+def test_provenance_takes_three_messages_of_cosine_a_quarter_or_more(
+    cosines: tuple[float, ...], expected: tuple[str, ...]
+) -> None:
     part = segment(0, *("text" for _ in cosines))
     state = MemoryState.empty().observe(part)
     report = validate(parse_completion(render_actions([add("q")])), state)

@@ -19,7 +19,13 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def question(**fields: Any) -> dict[str, Any]:
-    anchor = {"session_index": 1, "turn_id": "g_s01_t001", "speaker_display_name": "Ben", "message_excerpt": "tea", "relevance": "r"}
+    anchor = {
+        "session_index": 1,
+        "turn_id": "g_s01_t001",
+        "speaker_display_name": "Ben",
+        "message_excerpt": "tea",
+        "relevance": "r",
+    }
     return {
         "id": "q1", "category": "Q1", "question": "Who likes tea?", "answer": "Ben does.", "answer_format": "long_form",
         "options": [], "correct_option": "", "evidence_anchors": [anchor],
@@ -44,14 +50,21 @@ def network() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def entry(entry_id: str, content: str, owner: str = "Ana", links: tuple[str, ...] = (), superseded_by: str = "") -> dict[str, Any]:
+def entry(
+    entry_id: str, content: str, owner: str = "Ana", links: tuple[str, ...] = (), superseded_by: str = ""
+) -> dict[str, Any]:
     return {"entry_id": entry_id, "content": content, "owner": owner, "source": owner, "layer": "per_speaker_core", "utype": "stance",
             "links": list(links), "superseded_by": superseded_by, "confidence": 0.7, "from_ids": []}  # fmt: skip
 
 
 def state(*entries: dict[str, Any]) -> dict[str, Any]:
     edges = [{"old": e["links"][0], "new": e["entry_id"]} for e in entries if e["links"]]
-    return {"entries": list(entries), "heads": [e for e in entries if not e["superseded_by"]], "update_edges": edges, "roster": ["Ana"]}
+    return {
+        "entries": list(entries),
+        "heads": [e for e in entries if not e["superseded_by"]],
+        "update_edges": edges,
+        "roster": ["Ana"],
+    }
 
 
 def trajectory() -> dict[str, Any]:
@@ -62,14 +75,30 @@ def trajectory() -> dict[str, Any]:
 
 def _trajectory() -> dict[str, Any]:
     def add(owner: str, content: str) -> dict[str, str]:
-        return {"action": "ADD", "owner": owner, "source": owner, "layer": "per_speaker_core", "utype": "stance", "content": content}
+        return {
+            "action": "ADD",
+            "owner": owner,
+            "source": owner,
+            "layer": "per_speaker_core",
+            "utype": "stance",
+            "content": content,
+        }
 
     def message(session: int, number: int, speaker: str, content: str) -> dict[str, Any]:
-        return {"speaker": speaker, "content": content, "session": f"g_s0{session}", "ts": "", "msg_id": str(number), "meta": {}}
+        return {
+            "speaker": speaker,
+            "content": content,
+            "session": f"g_s0{session}",
+            "ts": "",
+            "msg_id": str(number),
+            "meta": {},
+        }
 
     first = state(entry("b2", "Ben likes tea", "Ben"), entry("a1", "Ana likes coffee"))
     second = state(
-        entry("b2", "Ben likes tea", "Ben"), entry("a1", "Ana likes coffee", superseded_by="a3"), entry("a3", "Ana likes tea", links=("a1",))
+        entry("b2", "Ben likes tea", "Ben"),
+        entry("a1", "Ana likes coffee", superseded_by="a3"),
+        entry("a3", "Ana likes tea", links=("a1",)),
     )
     return {
         "schema": "speakermem-v4-trajectories/1",
@@ -106,7 +135,10 @@ def test_network_keeps_ids_order_replies_and_text(tmp_path: Path) -> None:
     assert [m.message_id for m in messages] == ["g_s01_t000", "g_s01_t001", "g_s02_t000"]
     assert messages[0].text == "I like 👩‍👧 coffee, who is with me?"
     assert messages[1].reply_to == "g_s01_t000"
-    assert [m.sent_at for m in messages[:2]] == ["2026-08-11T23:59:00", "2026-08-11T23:58:00"]  # backwards: file order stays
+    assert [m.sent_at for m in messages[:2]] == [
+        "2026-08-11T23:59:00",
+        "2026-08-11T23:58:00",
+    ]  # backwards: file order stays
     assert dialogue.questions[0].evidence_ids == ("g_s01_t001",)
     assert found.repairs == {}
 
@@ -120,7 +152,9 @@ def test_labels_are_left_behind(tmp_path: Path) -> None:
 
 def test_multiple_choice_keeps_letters_in_order(tmp_path: Path) -> None:
     value = network()
-    value["qa_pairs"] = [question(options={"C": "c", "A": "a", "B": "b", "D": "d"}, correct_option="B", answer="A paragraph.")]
+    value["qa_pairs"] = [
+        question(options={"C": "c", "A": "a", "B": "b", "D": "d"}, correct_option="B", answer="A paragraph.")
+    ]
     asked = import_network(save(tmp_path / "n.json", value)).dialogue.questions[0]
     assert asked.options == (("A", "a"), ("B", "b"), ("C", "c"), ("D", "d"))
     assert (asked.correct_option, asked.answer) == ("B", "A paragraph.")
@@ -325,4 +359,6 @@ def test_faults_are_reported_as_findings(tmp_path: Path) -> None:
                 stored["layer"] = "per_speaker_profile"
     found = import_trajectory(save(tmp_path / "t.json", value))
     assert found.differences == ()
-    assert [(f["segment_index"], f["code"], f["entry_id"]) for f in found.trace.findings] == [(0, "self_report_as_profile", "b2")]
+    assert [(f["segment_index"], f["code"], f["entry_id"]) for f in found.trace.findings] == [
+        (0, "self_report_as_profile", "b2")
+    ]

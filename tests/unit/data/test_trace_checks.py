@@ -27,7 +27,9 @@ def found(*lists: tuple[Action, ...], chat: tuple[str, ...] = CHAT, language: st
     return [(finding["segment_index"], finding["code"]) for finding in check_trace(dialogue, trace)]
 
 
-def add(content: str, owner: str = "Ana", source: str = "Ana", layer: str = "per_speaker_core", kind: str = "fact") -> Action:
+def add(
+    content: str, owner: str = "Ana", source: str = "Ana", layer: str = "per_speaker_core", kind: str = "fact"
+) -> Action:
     return Action("ADD", owner, source, layer, kind, content)
 
 
@@ -60,7 +62,10 @@ def test_languages(text: str, code: str) -> None:
 
 
 def test_language_of_a_mixture_is_left_open() -> None:
-    assert detect_language(["The work is not ready and it is late", "Il lavoro non è pronto e gli altri sono in ritardo"]) == ""
+    assert (
+        detect_language(["The work is not ready and it is late", "Il lavoro non è pronto e gli altri sono in ritardo"])
+        == ""
+    )
 
 
 def test_foreign_records_are_found_per_segment() -> None:
@@ -142,4 +147,6 @@ def test_numbers_that_nobody_said() -> None:
 
 
 def test_a_sound_trace_has_no_finding() -> None:
-    assert found((add("Ana will not be at the meeting"),), (update("m1", "Ana will be at the meeting after all"),)) == []
+    assert (
+        found((add("Ana will not be at the meeting"),), (update("m1", "Ana will be at the meeting after all"),)) == []
+    )

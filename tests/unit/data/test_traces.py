@@ -29,7 +29,11 @@ GOOD: dict[str, Any] = {
             "window": 2,
             "steps": [
                 {"segment_index": 0, "actions": [ADD], "entry_ids": ["e1"]},
-                {"segment_index": 1, "actions": [{"action": "UPDATE", "entry_id": "e1", "content": "y"}], "entry_ids": ["e2"]},
+                {
+                    "segment_index": 1,
+                    "actions": [{"action": "UPDATE", "entry_id": "e1", "content": "y"}],
+                    "entry_ids": ["e2"],
+                },
             ],
             "findings": [{"segment_index": 0, "code": "doubt", "detail": "?"}],
         }
@@ -108,7 +112,9 @@ def test_the_unbroken_file_is_read_and_replays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "position", "reason"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])
-def test_broken_files_name_file_position_reason_and_fix(tmp_path: Path, change: Change, position: str, reason: str) -> None:
+def test_broken_files_name_file_position_reason_and_fix(
+    tmp_path: Path, change: Change, position: str, reason: str
+) -> None:
     value = copy.deepcopy(GOOD)
     change(value)
     file = save(tmp_path / "t.json", value)

@@ -112,6 +112,7 @@ def test_latest_is_the_newest_update_on_the_merged_sft_model(run: Path) -> None:
     assert facts["checkpoint"] == "update_000002"
     assert facts["lora_alpha"] == ALPHA
     assert facts["proof"]["max_logit_difference"] <= 1e-4
+    assert facts["proof"]["bound"] < 1e-3
     assert facts["proof"]["adapter_effect"] > 0.1, "the comparison can tell a forgotten adapter"
     adapter_config = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert (adapter_config["lora_alpha"], adapter_config["base_model_name_or_path"]) == (ALPHA, "../sft_merged")
@@ -180,6 +181,10 @@ def _unscaled(base: Path, adapter: Any, out: Path, *, alpha: float, dtype: Any) 
     return merge_adapter(base, adapter, out, alpha=float(RANK), dtype=dtype)
 
 
+def _scale_off_by_a_thousandth(base: Path, adapter: Any, out: Path, *, alpha: float, dtype: Any) -> Path:
+    return merge_adapter(base, adapter, out, alpha=alpha * 1.001, dtype=dtype)
+
+
 def _forgotten(base: Path, adapter: Any, out: Path, *, alpha: float, dtype: Any) -> Path:
     return merge_adapter(base, {k: v * 0 for k, v in adapter.items()}, out, alpha=alpha, dtype=dtype)
 
@@ -198,7 +203,9 @@ def _not_a_number(base: Path, adapter: Any, out: Path, *, alpha: float, dtype: A
     return out
 
 
-@pytest.mark.parametrize("broken", [_unscaled, _forgotten, _one_module_missing, _not_a_number])
+@pytest.mark.parametrize(
+    "broken", [_unscaled, _scale_off_by_a_thousandth, _forgotten, _one_module_missing, _not_a_number]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_broken_merge_is_caught_and_leaves_nothing(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: Any, dtype: str

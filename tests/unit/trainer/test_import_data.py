@@ -26,7 +26,14 @@ def network(name: str) -> dict[str, Any]:
 
 
 def trajectory(name: str, stored_owner: str = "Ana") -> dict[str, Any]:
-    add = {"action": "ADD", "owner": "Ana", "source": "Ana", "layer": "per_speaker_core", "utype": "fact", "content": "is here"}
+    add = {
+        "action": "ADD",
+        "owner": "Ana",
+        "source": "Ana",
+        "layer": "per_speaker_core",
+        "utype": "fact",
+        "content": "is here",
+    }
     entry = {**add, "owner": stored_owner, "entry_id": "e1", "links": [], "superseded_by": ""}
     message = {"speaker": "Ana", "content": "I am here", "session": f"{name}_s01", "ts": "", "msg_id": "0"}
     return {
@@ -73,7 +80,10 @@ def test_check_fails_on_a_difference_and_writes_nothing(tmp_path: Path, capsys: 
     assert main(["speakermem-trajectories", str(source), "--out", str(out), "--check"]) == 1
     assert not out.exists()
     printed = capsys.readouterr().out
-    assert f"differs: {source / '1.json'}: transitions[0].post_state.entries[e1].owner: the file has 'Ben', the replay 'Ana'" in printed
+    assert (
+        f"differs: {source / '1.json'}: transitions[0].post_state.entries[e1].owner: the file has 'Ben', the replay 'Ana'"
+        in printed
+    )
     assert "0/1" in printed
 
 
@@ -130,7 +140,10 @@ def test_a_refused_import_leaves_an_older_one_alone(tmp_path: Path) -> None:
 def test_unusable_arguments(tmp_path: Path, arguments: list[str], reason: str) -> None:
     places = {"IN": folder(tmp_path / "in", network("g")), "EMPTY": folder(tmp_path / "empty"), "OUT": tmp_path / "out"}
     places["TRACES"] = tmp_path / "traces"
-    assert main(["speakermem-trajectories", str(folder(tmp_path / "t", trajectory("g"))), "--out", str(places["TRACES"])]) == 0
+    assert (
+        main(["speakermem-trajectories", str(folder(tmp_path / "t", trajectory("g"))), "--out", str(places["TRACES"])])
+        == 0
+    )
     filled = ["/".join(str(places.get(part, part)) for part in argument.split("/")) for argument in arguments]
     with pytest.raises(InputError) as raised:
         main(filled)
