@@ -102,25 +102,10 @@ class VllmGenerator:
         except BaseException as error:
             self._stop_loop()
             raise GeneratorError(f"the vLLM engine did not start: {error}{self._log_tail()}") from error
-        self._watchdog = self._watch_over_engine()
         if self.device == "cpu":
             self._let_worker_go_first()
         self._guard = kill_when_this_process_ends([child.pid for child in self._processes()])
         self.start_s = time.monotonic() - began
-
-    def _engine_pids(self) -> list[int]:
-        """Process ids of vLLM's scheduler; the workers end with it."""
-        manager = getattr(getattr(self._engine.engine_core, "resources", None), "engine_manager", None)
-        return [process.pid for process in getattr(manager, "processes", ())]
-
-    def _watch_over_engine(self) -> subprocess.Popen[bytes]:
-        """A shell that ends the engine when this process is gone, however it went: vLLM alone would outlive a SIGKILL."""
-        script = 'parent=$1; shift; while kill -0 "$parent" 2>/dev/null; do sleep 1; done; kill -9 "$@" 2>/dev/null'
-        pids = [str(pid) for pid in self._engine_pids()]
-        return subprocess.Popen(
-            ["/bin/sh", "-c", script, "writer-rl-watchdog", str(os.getpid()), *pids], start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
 
     def _let_worker_go_first(self) -> None:
         """Lower the priority of vLLM's scheduler process.
@@ -131,18 +116,6 @@ class VllmGenerator:
         for process in self._core_processes():
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, process.pid, 19)
-
-    async def _start(self, args: dict[str, Any]) -> Any:
-        # Inside the loop: AsyncLLM ties its output handler to the loop it is made in.
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
-
-    def _core_processes(self) -> list[psutil.Process]:
-        for pid in self._engine_pids():
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, pid, 19)
 
     async def _start(self, args: dict[str, Any]) -> Any:
         # Inside the loop: AsyncLLM ties its output handler to the loop it is made in.
@@ -284,8 +257,6 @@ class VllmGenerator:
         try:
             self._wait(shut_down(), 60.0)
         finally:
-            self._watchdog.kill()
-            self._watchdog.wait()
             self._stop_loop()
             self._guard.kill()
             self._guard.wait()
