@@ -321,11 +321,11 @@ def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
     """The result table and the paired differences on the terminal."""
     console = console or Console()
-    shown = ("state_score", "owner_error", "source_error", "validity", "update_recall", "qa", "qa_gain")
+    shown = ("state_score", "owner_error", "source_error", "validity", "qa")
     table = Table(title="held-out dialogues, one budget (mean and 95 % interval)", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("arm")
+    table.add_column("arm", no_wrap=True)
     for metric in shown:
-        table.add_column(metric.replace("_", " "), justify="right")
+        table.add_column(metric.replace("_", " "), justify="right", no_wrap=True)
     for arm, entry in summary["arms"].items():
         cells = [
             f"{entry[m]['mean']:.3f}\n{entry[m]['low']:.2f}–{entry[m]['high']:.2f}" if m in entry else "–"
