@@ -115,13 +115,13 @@ def test_stop_and_resume_equals_one_run(tiny_chat_dir, run_folder):
     """Fault 24: 2 updates, a new process's worth of fresh objects, 2 more: adapter, optimiser, seeds and rewards agree."""
     straight = run_folder("straight")
     whole = Writer(tiny_chat_dir)
-    result = run_grpo(config(tiny_chat_dir), straight, generator=whole)
+    result = run_grpo(config(tiny_chat_dir, dialogues_per_update=1), straight, generator=whole)
     assert result.checkpoint.name == "update_000004"
 
     broken = run_folder("broken")
     first, second = Writer(tiny_chat_dir), Writer(tiny_chat_dir)
-    run_grpo(config(tiny_chat_dir, num_updates=2), broken, generator=first)
-    again = run_grpo(config(tiny_chat_dir), broken, generator=second)
+    run_grpo(config(tiny_chat_dir, dialogues_per_update=1, num_updates=2), broken, generator=first)
+    again = run_grpo(config(tiny_chat_dir, dialogues_per_update=1), broken, generator=second)
     assert first.seeds + second.seeds == whole.seeds
     assert [w.version for w in second.loaded] == [2, 3, 4]  # fault 14: the first rollout after a resume is synced too
     ours, theirs = adapter(result.checkpoint), adapter(again.checkpoint)
