@@ -33,12 +33,15 @@ class NonFiniteLossError(FloatingPointError):
 
 @dataclass(slots=True)
 class _Prepared:
-    """A micro-batch with the log-probs that stay fixed during an update."""
+    """A micro-batch with the log-probs that stay fixed during an update.
+
+    Where an update is a single step, the old log-probs are those of the step's own forward pass, unknown until then.
+    """
 
     batch: MicroBatch
-    old_logprobs_BT: Tensor
-    ref_logprobs_BT: Tensor | None
-    importance_weights_BT: Tensor | None
+    ref_logprobs_BT: Tensor
+    old_logprobs_BT: Tensor | None = None
+    importance_weights_BT: Tensor | None = None
 
 
 class Learner:
@@ -58,6 +61,8 @@ class Learner:
             mixed_precision="bf16" if config.model.autocast else "no", cpu=not on_gpu, kwargs_handlers=handlers
         )
         self._grpo, self._config = config.grpo, config
+        # Then the policy of the only step is the old policy, and a forward pass over the whole batch is saved.
+        self._single_step = config.grpo.epochs * config.grpo.minibatches == 1
         policy = load_policy(
             base_dir, config.model, gradient_checkpointing=config.grpo.gradient_checkpointing, seed=config.seed
         )
@@ -109,23 +114,28 @@ class Learner:
         """Pack a minibatch; compute old and reference log-probs before anything is updated."""
         prepared = []
         for batch in self._pack(samples):
-            with torch.no_grad():
-                old_BT = self._scorer(batch)
             # The reference is recorded even without a penalty: drift from the SFT policy is always shown.
             with reference(self.policy):
-                ref_BT = self._scorer(batch)
-            weights_BT = None
-            if self._grpo.importance_cap:
-                weights_BT = truncated_importance_weights(
-                    old_BT, batch.sampling_logprobs_BT, batch.completion_mask_BT, cap=self._grpo.importance_cap
-                )
-            prepared.append(_Prepared(batch, old_BT, ref_BT, weights_BT))
+                item = _Prepared(batch, self._scorer(batch))
+            if not self._single_step:
+                with torch.no_grad():
+                    self._fix_old(item, self._scorer(batch))
+            prepared.append(item)
         return prepared
+
+    def _fix_old(self, item: _Prepared, logprobs_BT: Tensor) -> None:
+        item.old_logprobs_BT, batch = logprobs_BT.detach(), item.batch
+        if self._grpo.importance_cap:
+            item.importance_weights_BT = truncated_importance_weights(
+                item.old_logprobs_BT, batch.sampling_logprobs_BT, batch.completion_mask_BT,
+                cap=self._grpo.importance_cap,
+            )  # fmt: skip
 
     def _loss(self, policy_logprobs_BT: Tensor, item: _Prepared) -> LossTerms:
         grpo = self._grpo
+        old_BT = policy_logprobs_BT.detach() if item.old_logprobs_BT is None else item.old_logprobs_BT
         return POLICY_LOSSES[grpo.loss](
-            policy_logprobs_BT, item.old_logprobs_BT, item.ref_logprobs_BT, item.batch.advantages_B,
+            policy_logprobs_BT, old_BT, item.ref_logprobs_BT, item.batch.advantages_B,
             item.batch.completion_mask_BT, clip_low=grpo.clip_low, clip_high=grpo.clip_high, beta=grpo.beta,
             kl_estimator=grpo.kl_estimator, max_completion_tokens=self._config.sampler.max_new_tokens,
             importance_weights_BT=item.importance_weights_BT,
@@ -156,13 +166,6 @@ class Learner:
             self._prepare(part) for part in split_minibatches(samples, grpo.minibatches, self._config.seed + update)
         ]
         sums: dict[str, float] = {}
-        mismatch: dict[str, float] = {}
-        for item in (item for part in minibatches for item in part):
-            found = sampler_mismatch_sums(
-                item.old_logprobs_BT, item.batch.sampling_logprobs_BT, item.batch.completion_mask_BT
-            )
-            for key, tensor in found.items():
-                mismatch[key] = mismatch.get(key, 0.0) + self._global(tensor)
         last_kl: float | None = None
         skipped, stopped, grad_norms, losses = 0, False, [], []
         for _ in range(grpo.epochs):
@@ -186,6 +189,14 @@ class Learner:
                 losses.append(loss)
                 for key, value in terms_sums.items():
                     sums[key] = sums.get(key, 0.0) + value
+        mismatch: dict[str, float] = {}
+        for item in (item for part in minibatches for item in part):
+            assert item.old_logprobs_BT is not None
+            found = sampler_mismatch_sums(
+                item.old_logprobs_BT, item.batch.sampling_logprobs_BT, item.batch.completion_mask_BT
+            )
+            for key, tensor in found.items():
+                mismatch[key] = mismatch.get(key, 0.0) + self._global(tensor)
         self.policy_version += 1
         self.num_skipped_steps += skipped
         metrics = {
@@ -221,14 +232,18 @@ class Learner:
     def _accumulate(self, part: Sequence[_Prepared]) -> tuple[float, dict[str, float], float]:
         """Gradient of one minibatch: loss, metric sums and gradient norm, all over every rank."""
         with torch.no_grad():
-            counts = torch.stack([self._loss(item.old_logprobs_BT, item).count for item in part]).sum()
+            # A count depends on the mask alone, so any log-probs of the right shape serve.
+            counts = torch.stack([self._loss(item.batch.sampling_logprobs_BT, item).count for item in part]).sum()
         count = self._global(counts)
         # DDP averages gradients over ranks; the loss is a sum over ranks divided by the global count.
         scale = self._accelerator.num_processes / count
         sums: dict[str, float] = {"num_tokens": 0.0, "computed": 0.0}
         total = 0.0
         for item in part:
-            terms = self._loss(self._scorer(item.batch), item)
+            logprobs_BT = self._scorer(item.batch)
+            if item.old_logprobs_BT is None:
+                self._fix_old(item, logprobs_BT)
+            terms = self._loss(logprobs_BT, item)
             self._accelerator.backward(terms.loss_sum * scale)
             total += self._global(terms.loss_sum)
             sums["num_tokens"] += self._global(terms.num_tokens)

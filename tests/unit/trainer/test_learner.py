@@ -162,6 +162,28 @@ def test_the_first_step_is_on_policy(make):
     assert metrics["policy/clip_low_frac"] == metrics["policy/clip_high_frac"] == 0.0
 
 
+@pytest.mark.parametrize("importance_cap", [0.0, 2.0])
+def test_a_single_step_saves_the_pass_for_old_logprobs_and_changes_nothing(make, importance_cap):
+    """With one step per update π_old is the policy of that step: two forward passes a micro-batch instead of three."""
+    found = []
+    for single_step in (True, False):
+        learner = make(beta=0.1, importance_cap=importance_cap)
+        assert learner._single_step
+        learner._single_step = single_step
+        set_adapter(learner, 0.05)
+        calls = []
+        learner._scorer.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        metrics = learner.update(batch(), 0)
+        steady = {key: value for key, value in metrics.items() if not key.startswith(("time/", "throughput/"))}
+        found.append((len(calls), steady, weights(learner)))
+    (calls, metrics, moved), (other_calls, other_metrics, other_moved) = found
+    assert 3 * calls == 2 * other_calls
+    assert metrics == pytest.approx(other_metrics, rel=1e-6, abs=1e-9)
+    assert torch.equal(moved, other_moved)
+    assert not make(minibatches=2)._single_step
+    assert not make(epochs=2)._single_step
+
+
 def test_later_updates_are_on_policy_again_but_no_longer_at_the_reference(make):
     learner = make(beta=0.1, learning_rate=5e-2)
     learner.update(batch(), 0)
